@@ -1,0 +1,40 @@
+"""The specification of block attention: gather every page, mask, softmax."""
+
+import jax
+import jax.numpy as jnp
+
+
+def block_attention(
+    q, k, v, k_pages, v_pages, page_table, context_lengths, *, causal, window, scale
+):
+    batch, tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    context = page_table.shape[1] * k_pages.shape[1]
+
+    def with_context(pages, block):
+        gathered = pages[page_table].reshape(batch, context, kv_heads, head_dim)
+        return jnp.concatenate([gathered, block.astype(pages.dtype)], axis=1).astype(jnp.float32)
+
+    keys, values = with_context(k_pages, k), with_context(v_pages, v)
+
+    slot = jnp.arange(context + tokens)[None, :]
+    length = context_lengths[:, None]
+    in_block = slot >= context
+    key_position = jnp.where(in_block, length + slot - context, slot)  # [B, S+T]
+    exists = in_block | (slot < length)
+    query_position = length + jnp.arange(tokens)[None, :]  # [B, T]
+
+    distance = query_position[:, :, None] - key_position[:, None, :]
+    visible = jnp.broadcast_to(exists[:, None, :], distance.shape)
+    if causal:
+        visible &= distance >= 0
+    if window is not None:
+        visible &= distance < window
+
+    values = jnp.where(exists[:, :, None, None], values, 0)  # 0 * NaN would be NaN
+    grouped = q.astype(jnp.float32).reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, keys) * scale
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1)
+    out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, values)
+    return out.reshape(q.shape).astype(q.dtype)
