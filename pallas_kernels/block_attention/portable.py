@@ -16,15 +16,14 @@ def block_attention(
     batch, tokens, heads, head_dim = q.shape
     page_size, kv_heads = k_pages.shape[1:3]
     groups = heads // kv_heads
-    queries = (q.astype(jnp.float32) * scale).astype(q.dtype)
-    queries = queries.reshape(batch, tokens, kv_heads, groups, head_dim)
+    queries = q.reshape(batch, tokens, kv_heads, groups, head_dim)
     offset = jnp.arange(tokens)
 
     def scores_of(keys, visible):
         scores = jnp.einsum(
             "BTKGH,BSKH->BKGTS", queries, keys, preferred_element_type=jnp.float32
         )
-        return jnp.where(visible[:, None, None], scores, -jnp.inf)
+        return jnp.where(visible[:, None, None], scores * scale, -jnp.inf)
 
     def weighted(weights, values):
         return jnp.einsum(
