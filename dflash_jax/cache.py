@@ -1,0 +1,159 @@
+"""One paged slot space: a page table shared by target and draft, a K and a V pool a layer.
+
+Everything here runs under shard_map over ("data", "model"): a data shard's page ids are local to
+its own part of the pool, so no collective ever touches a pool.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import TransformerConfig
+from dflash_jax.layers import Attend
+from dflash_jax.sampling import SamplingRows
+from dflash_jax.sharding import Sharding
+from pallas_kernels import block_attention, write_rows
+
+POOL = P("data", None, "model", None)
+ROWS = P("data", None, "model", None)  # q, k, v: [B, T, heads, H]
+TABLE, VECTOR = P("data", None), P("data")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVPools:
+    """A model's K and V, one pool a layer: [P, page_size, K, H]."""
+
+    k: tuple[Float[Array, "P page K H"], ...]
+    v: tuple[Float[Array, "P page K H"], ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """What lives on the device between steps; donated to every step.
+
+    ``lengths[s]``: committed tokens of slot s that have KV = the anchor's position.
+    ``anchors[s]``: the newest token, sampled by the target but not yet run through it.
+    The last slot belongs to padding rows.
+    """
+
+    target_kv: KVPools
+    draft_kv: KVPools
+    lengths: Int[Array, "S"]
+    anchors: Int[Array, "S"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What the host says of one step's B rows: slot ids, page tables, sampling settings."""
+
+    slots: Int[Array, "B"]
+    page_table: Int[Array, "B pages"]
+    sampling: SamplingRows
+
+
+def kv_heads(config: TransformerConfig, sharding: Sharding) -> int:
+    """Heads a pool holds: each kv head is repeated until every model shard owns one."""
+    tp = sharding.model
+    if config.num_heads % tp:
+        raise ValueError(
+            f"model-parallel size {tp} must divide num_attention_heads {config.num_heads}"
+        )
+    if config.num_kv_heads % tp and tp % config.num_kv_heads:
+        raise ValueError(
+            f"model-parallel size {tp} and num_key_value_heads {config.num_kv_heads}: "
+            "one must divide the other"
+        )
+    return max(config.num_kv_heads, tp)
+
+
+def allocate(
+    config: TransformerConfig | None,
+    *,
+    pages: int,
+    page_size: int,
+    dtype: jnp.dtype,
+    sharding: Sharding,
+) -> KVPools:
+    """Zeroed pools of ``pages`` pages a data shard. ``config`` None: no layers."""
+    if config is None:
+        return KVPools((), ())
+    shape = (pages * sharding.data, page_size, kv_heads(config, sharding), config.head_dim)
+    placement = jax.sharding.NamedSharding(sharding.mesh, POOL)
+
+    def pool():
+        return jnp.zeros(shape, dtype, device=placement)
+
+    layers = range(config.num_layers)
+    return KVPools(tuple(pool() for _ in layers), tuple(pool() for _ in layers))
+
+
+def paged_attend(
+    pools: KVPools,
+    page_table: Int[Array, "B pages"],
+    lengths: Int[Array, "B"],
+    sharding: Sharding,
+    *,
+    causal: Callable[[int], bool],
+    window: Callable[[int], int | None],
+    implementation: str = "auto",
+) -> Attend:
+    """The ``attend`` of a model that reads its context from ``pools``."""
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        pool_heads = pools.k[layer].shape[2]
+        local = jax.shard_map(
+            partial(
+                block_attention,
+                causal=causal(layer),
+                window=window(layer),
+                implementation=implementation,
+            ),
+            mesh=sharding.mesh,
+            in_specs=(ROWS, ROWS, ROWS, POOL, POOL, TABLE, VECTOR),
+            out_specs=ROWS,
+            check_vma=False,
+        )
+        k, v = repeat_heads(k, pool_heads), repeat_heads(v, pool_heads)
+        return local(q, k, v, pools.k[layer], pools.v[layer], page_table, lengths)
+
+    return attend
+
+
+def append(
+    pools: KVPools,
+    kv: tuple[tuple[Array, Array], ...],
+    page_table: Int[Array, "B pages"],
+    start: Int[Array, "B"],
+    count: Int[Array, "B"],
+    sharding: Sharding,
+) -> KVPools:
+    """Write each layer's first ``count`` new rows at ``start``; in place when donated."""
+    write = jax.shard_map(
+        write_rows,
+        mesh=sharding.mesh,
+        in_specs=(POOL, ROWS, TABLE, VECTOR, VECTOR),
+        out_specs=POOL,
+        check_vma=False,
+    )
+
+    def one(pool, rows):
+        return write(pool, repeat_heads(rows, pool.shape[2]), page_table, start, count)
+
+    return KVPools(
+        tuple(one(pool, k) for pool, (k, _) in zip(pools.k, kv, strict=True)),
+        tuple(one(pool, v) for pool, (_, v) in zip(pools.v, kv, strict=True)),
+    )
+
+
+def repeat_heads(rows: Float[Array, "B T K H"], heads: int) -> Float[Array, "B T R H"]:
+    """Repeat each kv head in place so that ``heads`` remain; a no-op without sharing."""
+    repeats = heads // rows.shape[2]
+    return rows if repeats == 1 else jnp.repeat(rows, repeats, axis=2)

@@ -1,0 +1,207 @@
+"""A target and its draft, and the passes over the slot space that every step is made of."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.cache import (
+    POOL,
+    TABLE,
+    VECTOR,
+    Batch,
+    DecodeState,
+    KVPools,
+    allocate,
+    append,
+    paged_attend,
+)
+from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.draft import Draft
+from dflash_jax.functional import Functional, Params
+from dflash_jax.models import DenseTarget, TargetOutput
+from dflash_jax.rope import rope_frequencies
+from dflash_jax.sharding import Sharding
+from pallas_kernels import kv_injection
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PairParams:
+    """Parameters by dotted path; ``draft`` is empty for a target alone."""
+
+    target: Params
+    draft: Params
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pair:
+    """The static half of a (target, draft) pair: modules without arrays, and their mesh."""
+
+    target: Functional[DenseTarget]
+    draft: Functional[Draft] | None
+    target_config: TargetConfig
+    draft_config: DraftConfig | None
+    sharding: Sharding
+    dtype: jnp.dtype
+
+    @classmethod
+    def of(
+        cls,
+        target_config: TargetConfig,
+        draft_config: DraftConfig | None,
+        sharding: Sharding,
+        dtype: jnp.dtype,
+    ) -> "Pair":
+        def build_target(rngs: nnx.Rngs) -> DenseTarget:
+            return DenseTarget(target_config, rngs=rngs, dtype=dtype)
+
+        draft = None
+        if draft_config is not None:
+            draft = Functional.of(lambda rngs: Draft(draft_config, rngs=rngs, dtype=dtype))
+        return cls(
+            Functional.of(build_target), draft, target_config, draft_config, sharding, dtype
+        )
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.draft_config.target_layer_ids if self.draft_config else ()
+
+    def init(self, seed: int = 0) -> PairParams:
+        """Random parameters."""
+        draft = self.draft.init(seed + 1, self.sharding) if self.draft else {}
+        return PairParams(self.target.init(seed, self.sharding), draft)
+
+    def new_state(self, *, slots: int, pages: int, page_size: int) -> DecodeState:
+        """An empty slot space: ``slots`` + 1 padding slot, ``pages`` pages a data shard of which
+        page 0 is the null page."""
+        make = partial(
+            allocate, pages=pages, page_size=page_size, dtype=self.dtype, sharding=self.sharding
+        )
+        replicated = jax.sharding.NamedSharding(self.sharding.mesh, P())
+        zeros = jnp.zeros(slots + 1, jnp.int32, device=replicated)
+        return DecodeState(
+            make(self.target_config), make(self.draft_config), zeros, jnp.copy(zeros)
+        )
+
+
+def target_pass(
+    pair: Pair,
+    params: PairParams,
+    state: DecodeState,
+    batch: Batch,
+    tokens: Int[Array, "B T"],
+    start: Int[Array, "B"],
+    count: Int[Array, "B"],
+) -> tuple[TargetOutput, DecodeState]:
+    """Run ``tokens`` causally at ``start..`` and keep the KV of each row's first ``count``."""
+    positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    attend = paged_attend(
+        state.target_kv,
+        batch.page_table,
+        start,
+        pair.sharding,
+        causal=lambda _: True,
+        window=lambda _: None,
+    )
+    output = pair.target.bind(params.target)(tokens, positions, attend, pair.taps)
+    # The write must follow the attention's read of the same pool, or XLA copies the pool.
+    hidden, kv = jax.lax.optimization_barrier((output.hidden, output.kv))
+    output = output._replace(hidden=hidden, kv=kv)
+    pools = append(state.target_kv, kv, batch.page_table, start, count, pair.sharding)
+    return output, dataclasses.replace(state, target_kv=pools)
+
+
+def draft_pass(
+    pair: Pair,
+    params: PairParams,
+    state: DecodeState,
+    batch: Batch,
+    block_size: int,
+) -> Float[Array, "B b-1 V"]:
+    """Logits for positions s+1..s+b-1 of every row, from one pass over [anchor, MASK, ...]."""
+    assert pair.draft is not None and pair.draft_config is not None
+    config = pair.draft_config
+    start, anchors = state.lengths[batch.slots], state.anchors[batch.slots]
+    masks = jnp.full((start.shape[0], block_size - 1), config.mask_token_id, jnp.int32)
+    block = jnp.concatenate([anchors[:, None], masks], axis=1)
+    positions = start[:, None] + jnp.arange(block_size, dtype=jnp.int32)[None, :]
+    target, draft = pair.target.bind(params.target), pair.draft.bind(params.draft)
+    attend = paged_attend(
+        state.draft_kv,
+        batch.page_table,
+        start,
+        pair.sharding,
+        causal=lambda layer: config.causal[layer],
+        window=lambda layer: config.windows[layer],
+    )
+    hidden = draft(target.embed(block), positions, attend)
+    return target.logits(hidden[:, 1:])
+
+
+def inject(
+    pair: Pair,
+    params: PairParams,
+    state: DecodeState,
+    batch: Batch,
+    features: Float[Array, "B T nD"],
+    start: Int[Array, "B"],
+    count: Int[Array, "B"],
+) -> DecodeState:
+    """Turn the first ``count`` features of each row into draft KV at ``start..``, at once: hidden
+    states are never stored. A no-op without a draft."""
+    if pair.draft is None or pair.draft_config is None:
+        return state
+    config = pair.draft_config
+    draft = pair.draft.bind(params.draft)
+    context = draft.context(features)
+    # As in target_pass: the draft has read its pools before they are written.
+    context, pools = jax.lax.optimization_barrier((context, state.draft_kv))
+    frequencies, factor = rope_frequencies(config.rope, config.head_dim)
+    heads = pools.k[0].shape[2]
+    attentions = [layer.self_attn for layer in draft.layers]
+
+    def weights(kernel: Array) -> Array:
+        per_head = kernel.reshape(kernel.shape[0], config.num_kv_heads, config.head_dim)
+        repeats = heads // config.num_kv_heads
+        repeated = per_head if repeats == 1 else jnp.repeat(per_head, repeats, axis=1)
+        return repeated.reshape(kernel.shape[0], heads * config.head_dim)
+
+    run = jax.shard_map(
+        partial(
+            kv_injection,
+            inverse_frequencies=jnp.asarray(frequencies),
+            attention_factor=factor,
+            eps=config.rms_norm_eps,
+        ),
+        mesh=pair.sharding.mesh,
+        in_specs=(
+            P("data", None, None),
+            P(None, "model"),
+            P(None, "model"),
+            P(),
+            POOL,
+            POOL,
+            TABLE,
+            VECTOR,
+            VECTOR,
+        ),
+        out_specs=(POOL, POOL),
+        check_vma=False,
+    )
+    k, v = run(
+        context,
+        tuple(weights(a.k_proj.kernel[...]) for a in attentions),
+        tuple(weights(a.v_proj.kernel[...]) for a in attentions),
+        tuple(a.k_norm.weight[...] for a in attentions),
+        pools.k,
+        pools.v,
+        batch.page_table,
+        start,
+        count,
+    )
+    return dataclasses.replace(state, draft_kv=KVPools(k, v))

@@ -1,0 +1,110 @@
+"""The jitted steps: prefill a chunk; draft, verify, accept and inject one block.
+
+Both are pure, fully static functions of (params, state, batch); drivers jit them with ``state``
+donated. Source: dflash.md section 1; the DFlash paper's algorithm with equality acceptance, so the
+output is the target's own whatever the draft says.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dflash_jax.cache import Batch, DecodeState
+from dflash_jax.decoder import Pair, PairParams, draft_pass, inject, target_pass
+from dflash_jax.sampling import draw
+
+DraftSampling = Literal["argmax", "coupled"]
+"""How draft tokens are taken: argmax, or drawn with the target's own position-keyed noise. Both
+are exact, because acceptance is equality with the target's draw."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cycle:
+    """What one cycle committed: row b's new tokens are ``tokens[b, :count[b]]``.
+
+    ``count`` is accepted drafts + 1; the last committed token is the new anchor.
+    """
+
+    tokens: Int[Array, "B k"]
+    count: Int[Array, "B"]
+
+
+def prefill_step(
+    pair: Pair,
+    params: PairParams,
+    state: DecodeState,
+    batch: Batch,
+    tokens: Int[Array, "B C"],
+    start: Int[Array, "B"],
+    count: Int[Array, "B"],
+    last: Bool[Array, "B"],
+) -> tuple[DecodeState, Int[Array, "B"]]:
+    """Run one prompt chunk of each row: ``count`` tokens at positions ``start..``.
+
+    Target KV and draft KV of the chunk are written. Rows whose prompt ends here (``last``) draw
+    their first token, which becomes their anchor. Returns the state and that token.
+    """
+    output, state = target_pass(pair, params, state, batch, tokens, start, count)
+    state = inject(pair, params, state, batch, output.features, start, count)
+    end = jnp.maximum(count - 1, 0)
+    final = jnp.take_along_axis(output.hidden, end[:, None, None], axis=1)
+    logits = pair.target.bind(params.target).logits(final)
+    length = start + count
+    first = draw(logits, batch.sampling, length[:, None])[:, 0]
+    anchors = jnp.where(last, first, state.anchors[batch.slots])
+    return _advance(state, batch, length, anchors), first
+
+
+def speculative_step(
+    pair: Pair,
+    params: PairParams,
+    state: DecodeState,
+    batch: Batch,
+    *,
+    block_size: int,
+    verify_width: int | None = None,
+    draft_sampling: DraftSampling = "argmax",
+) -> tuple[DecodeState, Cycle]:
+    """One cycle for B rows of any lengths, requests, temperatures and seeds.
+
+    ``block_size`` b counts the anchor; the draft runs at b and the target verifies the first
+    ``verify_width`` k <= b tokens (default b).
+    """
+    width = block_size if verify_width is None else verify_width
+    if not 2 <= width <= block_size:
+        raise ValueError(f"need 2 <= verify_width <= block_size, got {width} and {block_size}")
+    start, anchors = state.lengths[batch.slots], state.anchors[batch.slots]
+    positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+
+    draft_logits = draft_pass(pair, params, state, batch, block_size)[:, : width - 1]
+    if draft_sampling == "coupled":
+        drafts = draw(draft_logits, batch.sampling, positions[:, 1:])
+    else:
+        drafts = jnp.argmax(draft_logits, axis=-1).astype(jnp.int32)
+
+    block = jnp.concatenate([anchors[:, None], drafts], axis=1)
+    rows = jnp.full_like(start, width)
+    output, state = target_pass(pair, params, state, batch, block, start, rows)
+    logits = pair.target.bind(params.target).logits(output.hidden)
+    tokens = draw(logits, batch.sampling, positions + 1)
+
+    agrees = (drafts == tokens[:, :-1]).astype(jnp.int32)
+    accepted = jnp.cumprod(agrees, axis=1).sum(axis=1)
+    count = accepted + 1
+    state = inject(pair, params, state, batch, output.features, start, count)
+    new_anchor = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
+    return _advance(state, batch, start + count, new_anchor), Cycle(tokens, count)
+
+
+def _advance(
+    state: DecodeState, batch: Batch, lengths: Int[Array, "B"], anchors: Int[Array, "B"]
+) -> DecodeState:
+    return dataclasses.replace(
+        state,
+        lengths=state.lengths.at[batch.slots].set(lengths),
+        anchors=state.anchors.at[batch.slots].set(anchors),
+    )
