@@ -20,10 +20,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 class SamplingRows:
     """Sampling settings of B rows, one array each.
 
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch a filter off.
+    seed: the 64-bit seed as (high, low) words. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0
+    switch a filter off.
     """
 
-    seed: UInt32[Array, "B"]
+    seed: UInt32[Array, "B 2"]
     choice: UInt32[Array, "B"]
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
@@ -76,9 +77,7 @@ def filter_logits(scaled: Float[Array, "B T V"], rows: SamplingRows) -> Float[Ar
     top_k = per_row(jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab))
     top_p = per_row(jnp.where(rows.top_p < 1, rows.top_p, jnp.inf))
 
-    # Both predicates turn true, and stay so, as the threshold rises to the peak:
-    # "at most k tokens lie above or at it" needs care with ties, so ask for the k-th largest as
-    # the largest value with at least k tokens at or above it.
+    # The k-th largest value is the largest with at least k tokens at or above it.
     at_least_k = _largest(order, lambda t: (order >= t).sum(-1, keepdims=True) >= top_k)
     mass_kept = _smallest(
         order,
@@ -91,7 +90,7 @@ def filter_logits(scaled: Float[Array, "B T V"], rows: SamplingRows) -> Float[Ar
 
 
 def gumbel_noise(
-    seed: UInt32[Array, "B"], choice: UInt32[Array, "B"], positions: Int[Array, "B T"], vocab: int
+    seed: UInt32[Array, "B 2"], choice: UInt32[Array, "B"], positions: Int[Array, "B T"], vocab: int
 ) -> Float[Array, "B T V"]:
     """Standard Gumbel noise in float32, a function of (seed, choice, position, vocabulary id) and
     of nothing else: unchanged by padding, mesh, batch or block (threefry2x32, counted by id)."""
@@ -99,11 +98,8 @@ def gumbel_noise(
     counters = jnp.concatenate([jnp.zeros_like(ids), ids])
 
     def one(seed, choice, position):
-        # The request's key is the hash of (choice, position) under (seed, domain constant).
-        request = threefry_2x32(
-            jnp.stack([seed, jnp.uint32(0xDF1A5)]), jnp.stack([choice, position])
-        )
-        return threefry_2x32(request, counters)[:vocab]
+        key = threefry_2x32(seed, jnp.stack([choice, position]))
+        return threefry_2x32(key, counters)[:vocab]
 
     over_tokens = jax.vmap(one, in_axes=(None, None, 0))
     bits = jax.vmap(over_tokens)(seed, choice, positions.astype(jnp.uint32))

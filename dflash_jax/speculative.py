@@ -42,11 +42,13 @@ def prefill_step(
     start: Int[Array, "B"],
     count: Int[Array, "B"],
     last: Bool[Array, "B"],
+    forced: Int[Array, "B"],
 ) -> tuple[DecodeState, Int[Array, "B"]]:
     """Run one prompt chunk of each row: ``count`` tokens at positions ``start..``.
 
     Target KV and draft KV of the chunk are written. Rows whose prompt ends here (``last``) draw
-    their first token, which becomes their anchor. Returns the state and that token.
+    their first token, which becomes their anchor; a resumed row names its own in ``forced`` (-1:
+    draw). Returns the state and the anchors.
     """
     output, state = target_pass(pair, params, state, batch, tokens, start, count)
     state = inject(pair, params, state, batch, output.features, start, count)
@@ -54,9 +56,10 @@ def prefill_step(
     final = jnp.take_along_axis(output.hidden, end[:, None, None], axis=1)
     logits = pair.target.bind(params.target).logits(final)
     length = start + count
-    first = draw(logits, batch.sampling, length[:, None])[:, 0]
+    drawn = draw(logits, batch.sampling, length[:, None])[:, 0]
+    first = jnp.where(forced >= 0, forced, drawn)
     anchors = jnp.where(last, first, state.anchors[batch.slots])
-    return _advance(state, batch, length, anchors), first
+    return _advance(state, batch, length, anchors), anchors
 
 
 def speculative_step(
