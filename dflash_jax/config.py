@@ -88,5 +88,8 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
         raise ValueError(f"num_taps must be in 1..{num_target_layers}, got {num_taps}")
     if num_taps == 1:
         return (num_target_layers // 2,)
-    ids = (1 + i * (num_target_layers - 4) / (num_taps - 1) for i in range(num_taps))
-    return tuple(round(i) for i in ids)
+    steps = (1 + i * (num_target_layers - 4) / (num_taps - 1) for i in range(num_taps))
+    ids = tuple(round(step) for step in steps)
+    if len(set(ids)) < num_taps:
+        raise ValueError(f"{num_taps} taps of {num_target_layers} layers would coincide: {ids}")
+    return ids
