@@ -105,11 +105,11 @@ def paged_attend(
     window: Callable[[int], int | None],
     implementation: str = "auto",
 ) -> Attend:
-    """The ``attend`` of a model that reads its context from ``pools``."""
+    """The ``attend`` of a model that reads its context from ``pools`` and leaves them alone."""
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        pool_heads = pools.k[layer].shape[2]
-        local = jax.shard_map(
+        k_pool, v_pool = pools.k[layer], pools.v[layer]
+        run = jax.shard_map(
             partial(
                 block_attention,
                 causal=causal(layer),
@@ -121,36 +121,59 @@ def paged_attend(
             out_specs=ROWS,
             check_vma=False,
         )
-        k, v = repeat_heads(k, pool_heads), repeat_heads(v, pool_heads)
-        return local(q, k, v, pools.k[layer], pools.v[layer], page_table, lengths)
+        k, v = repeat_heads(k, k_pool.shape[2]), repeat_heads(v, v_pool.shape[2])
+        return run(q, k, v, k_pool, v_pool, page_table, lengths)
 
     return attend
 
 
-def append(
-    pools: KVPools,
-    kv: tuple[tuple[Array, Array], ...],
-    page_table: Int[Array, "B pages"],
-    start: Int[Array, "B"],
-    count: Int[Array, "B"],
-    sharding: Sharding,
-) -> KVPools:
-    """Write each layer's first ``count`` new rows at ``start``; in place when donated."""
-    write = jax.shard_map(
-        write_rows,
-        mesh=sharding.mesh,
-        in_specs=(POOL, ROWS, TABLE, VECTOR, VECTOR),
-        out_specs=POOL,
-        check_vma=False,
-    )
+class WritingAttend:
+    """A causal ``attend`` that also keeps the tokens' own K and V: ``pools`` are the new ones.
 
-    def one(pool, rows):
-        return write(pool, repeat_heads(rows, pool.shape[2]), page_table, start, count)
+    Each layer's pool is written before it is read (the attention looks at positions below
+    ``lengths`` only, so the new rows do not show). Read first, XLA would see no order between the
+    two and would copy every pool.
+    """
 
-    return KVPools(
-        tuple(one(pool, k) for pool, (k, _) in zip(pools.k, kv, strict=True)),
-        tuple(one(pool, v) for pool, (_, v) in zip(pools.v, kv, strict=True)),
-    )
+    def __init__(
+        self,
+        pools: KVPools,
+        page_table: Int[Array, "B pages"],
+        lengths: Int[Array, "B"],
+        count: Int[Array, "B"],
+        sharding: Sharding,
+    ):
+        """The first ``count`` tokens of each row are kept, at ``lengths`` and on."""
+        self._k, self._v = list(pools.k), list(pools.v)
+        self._page_table, self._lengths, self._count = page_table, lengths, count
+        self._sharding = sharding
+
+    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
+        def write(pool, rows):
+            run = jax.shard_map(
+                write_rows,
+                mesh=self._sharding.mesh,
+                in_specs=(POOL, ROWS, TABLE, VECTOR, VECTOR),
+                out_specs=POOL,
+                check_vma=False,
+            )
+            rows = repeat_heads(rows, pool.shape[2])
+            return run(pool, rows, self._page_table, self._lengths, self._count)
+
+        self._k[layer], self._v[layer] = write(self._k[layer], k), write(self._v[layer], v)
+        attend = paged_attend(
+            self.pools,
+            self._page_table,
+            self._lengths,
+            self._sharding,
+            causal=lambda _: True,
+            window=lambda _: None,
+        )
+        return attend(layer, q, k, v)
+
+    @property
+    def pools(self) -> KVPools:
+        return KVPools(tuple(self._k), tuple(self._v))
 
 
 def repeat_heads(rows: Float[Array, "B T K H"], heads: int) -> Float[Array, "B T R H"]:

@@ -16,8 +16,8 @@ from dflash_jax.cache import (
     Batch,
     DecodeState,
     KVPools,
+    WritingAttend,
     allocate,
-    append,
     paged_attend,
 )
 from dflash_jax.config import DraftConfig, TargetConfig
@@ -100,20 +100,9 @@ def target_pass(
 ) -> tuple[TargetOutput, DecodeState]:
     """Run ``tokens`` causally at ``start..`` and keep the KV of each row's first ``count``."""
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    attend = paged_attend(
-        state.target_kv,
-        batch.page_table,
-        start,
-        pair.sharding,
-        causal=lambda _: True,
-        window=lambda _: None,
-    )
+    attend = WritingAttend(state.target_kv, batch.page_table, start, count, pair.sharding)
     output = pair.target.bind(params.target)(tokens, positions, attend, pair.taps)
-    # The write must follow the attention's read of the same pool, or XLA copies the pool.
-    hidden, kv = jax.lax.optimization_barrier((output.hidden, output.kv))
-    output = output._replace(hidden=hidden, kv=kv)
-    pools = append(state.target_kv, kv, batch.page_table, start, count, pair.sharding)
-    return output, dataclasses.replace(state, target_kv=pools)
+    return output, dataclasses.replace(state, target_kv=attend.pools)
 
 
 def draft_pass(
@@ -159,8 +148,7 @@ def inject(
     config = pair.draft_config
     draft = pair.draft.bind(params.draft)
     context = draft.context(features)
-    # As in target_pass: the draft has read its pools before they are written.
-    context, pools = jax.lax.optimization_barrier((context, state.draft_kv))
+    pools = state.draft_kv
     frequencies, factor = rope_frequencies(config.rope, config.head_dim)
     heads = pools.k[0].shape[2]
     attentions = [layer.self_attn for layer in draft.layers]

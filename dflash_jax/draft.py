@@ -44,5 +44,5 @@ class Draft(nnx.Module):
         is the anchor and predicts nothing. The block's own K and V are not kept.
         """
         for i, block in enumerate(self.layers):
-            x, _ = block(x, positions, attend, i)
+            x = block(x, positions, attend, i)
         return self.norm(x)

@@ -109,7 +109,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One pre-norm decoder block. Returns the residual stream and the block's own K and V."""
+    """One pre-norm decoder block."""
 
     def __init__(
         self, config: TransformerConfig, *, qk_norm: bool, rngs: nnx.Rngs, dtype: jnp.dtype
@@ -125,4 +125,4 @@ class Block(nnx.Module):
         q = self.self_attn.query(normed, positions)
         k, v = self.self_attn.key_value(normed, positions)
         x = x + self.self_attn.output(attend(layer, q, k, v))
-        return x + self.mlp(self.post_attention_layernorm(x)), (k, v)
+        return x + self.mlp(self.post_attention_layernorm(x))

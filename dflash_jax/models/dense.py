@@ -11,12 +11,10 @@ from dflash_jax.layers import Attend, Block, Linear, RMSNorm, param
 
 
 class TargetOutput(NamedTuple):
-    """``hidden``: after the final norm. ``features``: the taps, concatenated by ascending id.
-    ``kv``: every layer's K and V of these tokens."""
+    """``hidden``: after the final norm. ``features``: the taps, concatenated by ascending id."""
 
     hidden: Float[Array, "B T D"]
     features: Float[Array, "B T nD"]
-    kv: tuple[tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]], ...]
 
 
 class Embedding(nnx.Module):
@@ -64,14 +62,13 @@ class DenseTarget(nnx.Module):
         the residual before the final norm) is captured.
         """
         x = self.embed(tokens)
-        captured, kv = {}, []
+        captured = {}
         for i, block in enumerate(self.model.layers):
-            x, block_kv = block(x, positions, attend, i)
-            kv.append(block_kv)
+            x = block(x, positions, attend, i)
             if i in taps:
                 captured[i] = x
         features = jnp.concatenate([captured[i] for i in taps], -1) if taps else x[..., :0]
-        return TargetOutput(self.model.norm(x), features, tuple(kv))
+        return TargetOutput(self.model.norm(x), features)
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Vocabulary logits of final-normed hidden states, in float32."""
