@@ -90,6 +90,6 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
         return (num_target_layers // 2,)
     steps = (1 + i * (num_target_layers - 4) / (num_taps - 1) for i in range(num_taps))
     ids = tuple(round(step) for step in steps)
-    if len(set(ids)) < num_taps:
-        raise ValueError(f"{num_taps} taps of {num_target_layers} layers would coincide: {ids}")
+    if ids != tuple(sorted(set(ids))):
+        raise ValueError(f"{num_target_layers} layers are too few for {num_taps} taps: {ids}")
     return ids

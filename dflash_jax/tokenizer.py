@@ -1,0 +1,102 @@
+"""Tokenizers of HF folders and of GGUF files."""
+
+from pathlib import Path
+
+from gguf import GGUFReader, TokenType
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from dflash_jax.tensor_source import gguf_value, read_gguf
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that we do not run; the message names what is accepted."""
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of an HF folder or a .gguf file, with its chat template and special ids.
+
+    None for a folder without one: such a model takes and gives token ids alone.
+    Raises TokenizerError for tokenizers that need their own Python code or that are not fast.
+    """
+    if path.suffix == ".gguf":
+        return _from_gguf(read_gguf(path))
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path}: no tokenizer that transformers can load: {error}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise TokenizerError(
+            f"{path}: {type(tokenizer).__name__} is slow; accepted: tokenizer.json"
+        )
+    return tokenizer
+
+
+def _from_gguf(reader: GGUFReader) -> PreTrainedTokenizerFast:
+    """A byte-level BPE from GGUF metadata, as llama.cpp would tokenize."""
+
+    def value(key: str, default: object) -> object:
+        return gguf_value(reader, f"tokenizer.ggml.{key}", default)
+
+    kind, pre = value("model", None), value("pre", None)
+    if (kind, pre) != ("gpt2", "smollm"):
+        raise TokenizerError(
+            f"GGUF tokenizer model={kind!r}, pre={pre!r} is not run; accepted: gpt2 with smollm."
+            " An HF folder with tokenizer.json works for every model"
+        )
+    if value("add_bos_token", False) or value("add_space_prefix", False):
+        raise TokenizerError("GGUF tokenizer add_bos_token, add_space_prefix: accepted: false")
+    tokens = _strings(reader, "tokens")
+    merges = [_pair(merge) for merge in _strings(reader, "merges")]
+    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    types = value("token_type", [TokenType.NORMAL] * len(tokens))
+    assert isinstance(types, list)
+    for token, token_type in zip(tokens, types, strict=True):
+        if token_type in (TokenType.CONTROL, TokenType.USER_DEFINED):
+            special = token_type == TokenType.CONTROL
+            added = AddedToken(token, special=special, normalized=False)
+            tokenizer.add_special_tokens([added]) if special else tokenizer.add_tokens([added])
+
+    def named(key: str) -> str | None:
+        token_id = value(f"{key}_token_id", None)
+        return tokens[token_id] if isinstance(token_id, int) else None
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=named("bos"),
+        eos_token=named("eos"),
+        unk_token=named("unknown"),
+        pad_token=named("padding"),
+        chat_template=gguf_value(reader, "tokenizer.chat_template", None),
+        model_max_length=_context_length(reader),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _strings(reader: GGUFReader, key: str) -> list[str]:
+    values = gguf_value(reader, f"tokenizer.ggml.{key}")
+    if not isinstance(values, list):
+        raise TokenizerError(f"GGUF tokenizer: {key} must be a list of strings, got {values!r}")
+    return values
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _context_length(reader: GGUFReader) -> object:
+    return gguf_value(reader, f"{gguf_value(reader, 'general.architecture')}.context_length")

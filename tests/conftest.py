@@ -1,0 +1,103 @@
+"""Numerics as strict as JAX can be asked for, on four CPU devices, compiled once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
+
+from dflash_jax.config import TargetConfig
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before any backend is made: the number of devices cannot change afterwards.
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_default_matmul_precision", "highest")
+    cache = config.cache.mkdir("jax_compilation") if config.cache else None
+    jax.config.update("jax_compilation_cache_dir", str(cache) if cache else None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+class WriteGGUF(Protocol):
+    def __call__(
+        self,
+        path: Path,
+        config: TargetConfig,
+        change: Callable[[GGUFWriter], None] = ...,
+        *,
+        arch: str = ...,
+        kind: GGMLQuantizationType = ...,
+    ) -> Path: ...
+
+
+@pytest.fixture
+def write_gguf() -> WriteGGUF:
+    """Writes a tiny llama or qwen3 .gguf of random weights, tied or not, as llama.cpp names it."""
+
+    def write(
+        path: Path,
+        config: TargetConfig,
+        change: Callable[[GGUFWriter], None] = lambda writer: None,
+        *,
+        arch: str = "llama",
+        kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    ) -> Path:
+        writer = GGUFWriter(path, arch)
+        writer.add_block_count(config.num_layers)
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_heads)
+        writer.add_head_count_kv(config.num_kv_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_key_length(config.head_dim)
+        writer.add_eos_token_id(2)
+        writer.add_bos_token_id(1)
+        change(writer)
+        random = np.random.default_rng(0)
+        for name, shape in _gguf_shapes(config).items():
+            values = random.standard_normal(shape, np.float32)
+            if len(shape) == 1:
+                writer.add_tensor(name, values)
+            else:
+                writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
+
+
+def _gguf_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
+    d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * h, config.num_kv_heads * h
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (config.vocab_size, d),
+        "output_norm.weight": (d,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["output.weight"] = (config.vocab_size, d)
+    for i in range(config.num_layers):
+        layer = {
+            "attn_norm": (d,),
+            "attn_q": (q, d),
+            "attn_k": (kv, d),
+            "attn_v": (kv, d),
+            "attn_output": (d, q),
+            "ffn_norm": (d,),
+            "ffn_gate": (f, d),
+            "ffn_up": (f, d),
+            "ffn_down": (d, f),
+        }
+        if config.qk_norm:
+            layer |= {"attn_q_norm": (h,), "attn_k_norm": (h,)}
+        shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes
