@@ -263,5 +263,5 @@ def rope_scaling_json(rope: RopeConfig) -> dict[str, object] | None:
     """HF's ``rope_scaling`` of a RopeConfig, None where nothing is scaled."""
     if rope.kind == "default":
         return None
-    values = {name: getattr(rope, name) for name in _ROPE_SCALING_FIELDS[rope.kind]}
-    return {"rope_type": rope.kind} | {k: v for k, v in values.items() if v is not None}
+    fields = {name: getattr(rope, name) for name in _ROPE_SCALING_FIELDS[rope.kind]}
+    return {"rope_type": rope.kind, **{k: v for k, v in fields.items() if v is not None}}

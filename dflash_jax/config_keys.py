@@ -58,9 +58,10 @@ class Keys:
         """None, one id or a list of ids."""
         value = self.get(key, [])
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        whole = tuple(i for i in ids if type(i) is int and i >= 0)
+        if len(whole) < len(ids):
             raise self.error(key, value, "a token id or a list of token ids")
-        return tuple(ids)
+        return whole
 
     def only(self, key: str, accepted: object) -> None:
         """Claim a key that we run with one value alone; absent or null means that value."""

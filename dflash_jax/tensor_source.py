@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy, for the safetensors reader)
 import numpy as np
@@ -191,7 +191,7 @@ def read_gguf(path: Path) -> GGUFReader:
 _REQUIRED = object()
 
 
-def gguf_value(reader: GGUFReader, key: str, default: object = _REQUIRED) -> object:
+def gguf_value(reader: GGUFReader, key: str, default: object = _REQUIRED) -> Any:
     """A metadata value of a GGUF file; CheckpointError where it is missing and has no default."""
     field = reader.get_field(key)
     if field is not None:
