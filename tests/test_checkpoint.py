@@ -25,7 +25,9 @@ from dflash_jax.checkpoint import (
     target_tensor_name,
 )
 from dflash_jax.config import RopeConfig, TargetConfig
+from dflash_jax.decoder import Pair
 from dflash_jax.hf_config import draft_config, read_draft_config, read_target_config
+from dflash_jax.sharding import Sharding, make_mesh
 
 GOLDENS = Path(__file__).parent / "goldens"
 UNTIED = GOLDENS / "qwen3-untied"
@@ -362,3 +364,20 @@ def test_gguf_tensors_without_an_hf_name_are_reported(tmp_path: Path, write_gguf
     abstract = abstract_of(source, lambda n: None if n.startswith("rope") else n)
     with pytest.raises(CheckpointError, match=r"1 tensors.*\n  unexpected: rope_freqs\.weight"):
         load_params(abstract, source)
+
+
+@pytest.mark.parametrize("name", ["llama-scaled", "qwen3-tied-b16", "qwen3-untied"])
+def test_our_modules_ask_for_exactly_what_checkpoints_hold(name: str) -> None:
+    target = read_target_config(GOLDENS / name / "target")
+    draft = read_draft_config(GOLDENS / name / "draft", target)
+    pair = Pair.of(target, draft, Sharding(make_mesh(data=2, model=2)), jnp.dtype(jnp.float32))
+    assert pair.draft is not None
+    rename = target_tensor_name(tie_word_embeddings=target.tie_word_embeddings)
+    for module, part, names in (
+        (pair.target, "target", rename),
+        (pair.draft, "draft", draft_tensor_name),
+    ):
+        source = open_source(GOLDENS / name / part)
+        params = load_params(module.placed(pair.sharding), source, names)
+        assert params.keys() == module.abstract.keys()
+        assert len(params) == len(source.shapes())
