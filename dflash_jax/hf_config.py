@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from gguf import GGUFReader
 
 from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig, TransformerConfig
 from dflash_jax.config_keys import MISSING, ConfigError, Json, Keys
-from dflash_jax.tensor_source import gguf_to_hf, gguf_value, read_gguf
+from dflash_jax.gguf_file import GGUFFile, read_gguf
+from dflash_jax.tensor_source import gguf_to_hf
 
 # Training, bookkeeping and HF's own run-time switches: nothing here changes a forward pass.
 _IRRELEVANT = (
@@ -300,21 +300,23 @@ def target_config_from_gguf(path: Path) -> TargetConfig:
     Tied when there is no output.weight. Numbers that GGUF holds in float32 become the shortest
     decimal that is the same float32, so 1e-05 is HF's 1e-05.
     """
-    reader = read_gguf(path)
+    file = read_gguf(path)
     where = f"GGUF {path.name}"
-    architecture = gguf_value(reader, "general.architecture")
+    architecture = file.value("general.architecture")
     if architecture not in ("llama", "qwen3"):
         raise ConfigError(f"{where}: {architecture=} is not run; accepted: llama, qwen3")
     prefix = f"{architecture}."
     keys = Keys(
         {
-            name.removeprefix(prefix): _shortest(field.contents())
-            for name, field in reader.fields.items()
+            name.removeprefix(prefix): _shortest(value)
+            for name, value in file.values.items()
             if name.startswith(prefix)
         },
         where,
     )
-    shapes = {gguf_to_hf(t.name): t.shape for t in reader.tensors}
+    shapes = {gguf_to_hf(name): tensor.shape for name, tensor in file.tensors.items()}
+    if "model.embed_tokens.weight" not in shapes:
+        raise ConfigError(f"{where}: token_embd.weight is missing")
     if "rope_freqs.weight" in shapes:
         raise ConfigError(f"{where}: RoPE scaled by a rope_freqs tensor is not run; use HF's files")
 
@@ -328,7 +330,7 @@ def target_config_from_gguf(path: Path) -> TargetConfig:
     keys.ignore("rope.scaling.finetuned")
     max_positions = keys.integer("context_length")
     result = TargetConfig(
-        vocab_size=int(shapes["model.embed_tokens.weight"][-1]),
+        vocab_size=shapes["model.embed_tokens.weight"][0],
         hidden_size=hidden_size,
         intermediate_size=keys.integer("feed_forward_length"),
         num_layers=keys.integer("block_count"),
@@ -341,8 +343,8 @@ def target_config_from_gguf(path: Path) -> TargetConfig:
         architecture=architecture,
         tie_word_embeddings="lm_head.weight" not in shapes,
         qk_norm=architecture == "qwen3",
-        eos_token_ids=_special_ids(reader, "eos", "eot"),
-        bos_token_id=next(iter(_special_ids(reader, "bos")), None),
+        eos_token_ids=_special_ids(file, "eos", "eot"),
+        bos_token_id=next(iter(_special_ids(file, "bos")), None),
     )
     keys.finish()
     _check_heads(result, where)
@@ -353,8 +355,8 @@ def _shortest(value: object) -> object:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _special_ids(reader: GGUFReader, *names: str) -> tuple[int, ...]:
-    values = (gguf_value(reader, f"tokenizer.ggml.{name}_token_id", None) for name in names)
+def _special_ids(file: GGUFFile, *names: str) -> tuple[int, ...]:
+    values = (file.value(f"tokenizer.ggml.{name}_token_id", None) for name in names)
     return tuple(dict.fromkeys(v for v in values if isinstance(v, int)))
 
 

@@ -8,12 +8,13 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy, for the safetensors reader)
 import numpy as np
-from gguf import GGUFReader, ReaderTensor, dequantize
 from safetensors import SafetensorError, safe_open
+
+from dflash_jax.gguf_file import CheckpointError, GGUFTensor, read_gguf
 
 TensorShape = tuple[int, ...]
 
@@ -21,10 +22,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 ACCEPTED = f"a folder with {SINGLE_FILE} or {INDEX_FILE}, a .safetensors file, or a .gguf file"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; the message names every reason that was found."""
 
 
 class TensorSource(Protocol):
@@ -131,28 +128,24 @@ class GGUFSource:
     """
 
     def __init__(self, path: Path) -> None:
-        reader = read_gguf(path)
-        arch = gguf_value(reader, "general.architecture")
+        file = read_gguf(path)
         self._heads: dict[str, int] = {}
-        if arch == "llama":
-            heads = gguf_value(reader, "llama.attention.head_count")
-            kv_heads = gguf_value(reader, "llama.attention.head_count_kv", heads)
+        if file.value("general.architecture") == "llama":
+            heads = file.value("llama.attention.head_count")
+            kv_heads = file.value("llama.attention.head_count_kv", heads)
             self._heads = {"q_proj": heads, "k_proj": kv_heads}
-        self._tensors: dict[str, ReaderTensor] = {gguf_to_hf(t.name): t for t in reader.tensors}
+        self._tensors: dict[str, GGUFTensor] = {gguf_to_hf(n): t for n, t in file.tensors.items()}
 
     def shapes(self) -> dict[str, tuple[TensorShape, str]]:
-        return {
-            name: (tuple(int(n) for n in reversed(t.shape)), t.tensor_type.name)
-            for name, t in self._tensors.items()
-        }
+        return {name: (t.shape, t.kind.name) for name, t in self._tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]
         try:
-            values = dequantize(tensor.data, tensor.tensor_type)
+            values = tensor.read()
         except NotImplementedError as error:
             raise CheckpointError(
-                f"{name}: {tensor.tensor_type.name} cannot be dequantised"
+                f"{name}: {tensor.kind.name} cannot be dequantised"
                 " (F32, F16, BF16, Q8_0, Q4_0, Q4_1, K-quants can)"
             ) from error
         for projection, heads in self._heads.items():
@@ -176,29 +169,6 @@ def gguf_to_hf(name: str) -> str:
     if (stem := name.removesuffix(".weight")) in _GGUF_TOP:
         return f"{_GGUF_TOP[stem]}.weight"
     return name
-
-
-def read_gguf(path: Path) -> GGUFReader:
-    """The parsed header of a GGUF file; tensor data stays on disk until it is asked for."""
-    try:
-        return GGUFReader(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
-    except (ValueError, IndexError) as error:
-        raise CheckpointError(f"{path} is not a whole GGUF file: {error}") from error
-
-
-_REQUIRED = object()
-
-
-def gguf_value(reader: GGUFReader, key: str, default: object = _REQUIRED) -> Any:
-    """A metadata value of a GGUF file; CheckpointError where it is missing and has no default."""
-    field = reader.get_field(key)
-    if field is not None:
-        return field.contents()
-    if default is _REQUIRED:
-        raise CheckpointError(f"the GGUF file has no {key}")
-    return default
 
 
 def open_source(path: Path) -> TensorSource:

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from gguf import GGUFReader, TokenType
+from gguf import TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from dflash_jax.tensor_source import gguf_value, read_gguf
+from dflash_jax.gguf_file import GGUFFile, read_gguf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -38,11 +38,11 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast | None:
     return tokenizer
 
 
-def _from_gguf(reader: GGUFReader) -> PreTrainedTokenizerFast:
+def _from_gguf(file: GGUFFile) -> PreTrainedTokenizerFast:
     """A byte-level BPE from GGUF metadata, as llama.cpp would tokenize."""
 
     def value(key: str, default: object) -> object:
-        return gguf_value(reader, f"tokenizer.ggml.{key}", default)
+        return file.value(f"tokenizer.ggml.{key}", default)
 
     kind, pre = value("model", None), value("pre", None)
     if (kind, pre) != ("gpt2", "smollm"):
@@ -52,8 +52,8 @@ def _from_gguf(reader: GGUFReader) -> PreTrainedTokenizerFast:
         )
     if value("add_bos_token", False) or value("add_space_prefix", False):
         raise TokenizerError("GGUF tokenizer add_bos_token, add_space_prefix: accepted: false")
-    tokens = _strings(reader, "tokens")
-    merges = [_pair(merge) for merge in _strings(reader, "merges")]
+    tokens = _strings(file, "tokens")
+    merges = [_pair(merge) for merge in _strings(file, "merges")]
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -80,14 +80,14 @@ def _from_gguf(reader: GGUFReader) -> PreTrainedTokenizerFast:
         eos_token=named("eos"),
         unk_token=named("unknown"),
         pad_token=named("padding"),
-        chat_template=gguf_value(reader, "tokenizer.chat_template", None),
-        model_max_length=_context_length(reader),
+        chat_template=file.value("tokenizer.chat_template", None),
+        model_max_length=file.value(f"{file.value('general.architecture')}.context_length"),
         clean_up_tokenization_spaces=False,
     )
 
 
-def _strings(reader: GGUFReader, key: str) -> list[str]:
-    values = gguf_value(reader, f"tokenizer.ggml.{key}")
+def _strings(file: GGUFFile, key: str) -> list[str]:
+    values = file.value(f"tokenizer.ggml.{key}")
     if not isinstance(values, list):
         raise TokenizerError(f"GGUF tokenizer: {key} must be a list of strings, got {values!r}")
     return values
@@ -96,7 +96,3 @@ def _strings(reader: GGUFReader, key: str) -> list[str]:
 def _pair(merge: str) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
     return left, right
-
-
-def _context_length(reader: GGUFReader) -> object:
-    return gguf_value(reader, f"{gguf_value(reader, 'general.architecture')}.context_length")
