@@ -4,6 +4,7 @@ import gzip
 import json
 import zipfile
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from train import prompt_chat, prompt_code, prompt_functions, prompt_maths, prompt_sources
 from train.prompt_generators import _TERSE
-from train.prompt_templates import ASKING, SHOW_WORK, draw, fill
+from train.prompt_templates import ASKING, SHOW_WORK, Words, draw, fill
 from train.prompts import (
     COMPLETE_FUNCTION,
     MAX_CHARS,
@@ -32,7 +33,7 @@ def create_dataset(name, size, seed):
 """
 
 
-def lines(*rows: dict) -> bytes:
+def lines(*rows: Mapping[str, object]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
@@ -172,7 +173,7 @@ def test_the_humaneval_wrapper_meets_none_of_our_framings() -> None:
         (prompt_code.CODE, (prompt_code.CODE_WORDS,)),
     ],
 )
-def test_every_template_can_be_filled(templates: tuple, tables: tuple) -> None:
+def test_every_template_can_be_filled(templates: Sequence[str], tables: Sequence[Words]) -> None:
     for template in templates:
         for words in tables:
             text = fill(template, words, Random(0))

@@ -237,7 +237,7 @@ WORD_PROBLEMS = (
     "A school buys {n=25..60/5} tablets at ${p=120..240/20} each. It gets a discount of "
     "{d=5..20/5}% and a grant of ${g=500..2000/500}. What does the school pay itself?",
     "{name} feeds {her} {k=2..6} dogs {a=2..4} cups of food each a day. A sack has "
-    "{s=90..240/30} cups and costs ${p=25..50/5}. How much does {she} spend on food in 60 days?",
+    "{s=90..240/30} cups and costs ${p=25..50/5}. What does the food for 60 days cost?",
     "A candle is {h=22..30} cm tall and burns down {r=2..3} cm an hour. {name} lights it at "
     "{t=4..7} pm. How tall is it at 11 pm?",
     "There were {n=30..80} passengers on a bus. At the first stop {a=5..15} got off and "

