@@ -1,0 +1,280 @@
+"""The library's front door: ``load`` a pair, then ``generate`` or ``stream``.
+
+    llm = dflash_jax.load()                       # the embedded pair
+    result = llm.generate("The capital of France is", max_new_tokens=32)
+    print(result.text, result.statistics.tau)
+"""
+
+import dataclasses
+import itertools
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from transformers import PreTrainedTokenizerFast
+
+from dflash_jax import embedded
+from dflash_jax.checkpoint import (
+    draft_tensor_name,
+    load_params,
+    open_source,
+    target_tensor_name,
+)
+from dflash_jax.decoder import Pair, PairParams
+from dflash_jax.engine import Engine, EngineConfig
+from dflash_jax.hf_config import read_draft_config, read_target_config
+from dflash_jax.request import FinishReason, Request, SamplingParams
+from dflash_jax.resolve import resolve
+from dflash_jax.sharding import Sharding, make_mesh
+from dflash_jax.statistics import DecodeStatistics
+from dflash_jax.text import TextStream
+from dflash_jax.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+DType = Literal["float32", "bfloat16"]
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+"""Text, token ids, or chat messages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One output: new tokens only. ``text`` is None for a model without a tokenizer."""
+
+    output_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    statistics: DecodeStatistics
+
+    @property
+    def tau(self) -> float:
+        return self.statistics.tau
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What one step added to a stream. ``committed``: the cycle's raw count, None for the first
+    token, which prefill draws."""
+
+    output_ids: list[int]
+    text: str
+    committed: int | None
+    finish_reason: FinishReason | None
+
+
+class LLM:
+    """A loaded pair and its engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerFast | None,
+        name: str,
+        defaults: dict[str, Any],
+    ):
+        """``defaults``: the checkpoint's own sampling values (generation_config.json), which the
+        server applies and the library only reports."""
+        self.engine, self.tokenizer, self.name, self.defaults = engine, tokenizer, name, defaults
+        self._ids = itertools.count()
+
+    @property
+    def pair(self) -> Pair:
+        return self.engine.pair
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt: text as it is, messages through the chat template."""
+        if not isinstance(prompt, str) and all(isinstance(i, int) for i in prompt):
+            return tuple(prompt)  # pyright: ignore[reportReturnType]
+        if self.tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer; give the prompt as token ids")
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer(prompt)["input_ids"])
+        if self.tokenizer.chat_template is None:
+            raise ValueError(f"{self.name} has no chat template; give the prompt as text or ids")
+        ids = self.tokenizer.apply_chat_template(
+            list(prompt), add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        return tuple(ids)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+        **settings: Any,
+    ) -> Any:
+        """Continue one prompt (-> Generation) or a list of them (-> list, in order).
+
+        ``sampling``, or its fields as keywords (max_new_tokens, temperature, top_p, seed, ...).
+        ``stop``: strings that end the output. A list of ints is ONE prompt of token ids, a list
+        of dicts one chat.
+        """
+        many = isinstance(prompts, Sequence) and bool(prompts)
+        many = many and not isinstance(prompts, str) and not isinstance(prompts[0], int | dict)
+        batch = list(prompts) if many else [prompts]
+        outputs = [_Output() for _ in batch]
+        for index, piece in self._run(batch, _sampling(sampling, settings), stop):  # pyright: ignore[reportArgumentType]
+            outputs[index].add(piece)
+        done = [output.generation(self.tokenizer is not None) for output in outputs]
+        return done if many else done[0]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+        **settings: Any,
+    ) -> Iterator[Piece]:
+        """Continue one prompt, a piece a step; the join of the pieces is generate's output.
+        A stream that is closed early frees what it holds."""
+        for _, (piece, _) in self._run([prompt], _sampling(sampling, settings), stop):
+            yield piece
+
+    def _run(
+        self, prompts: list[Prompt], sampling: SamplingParams, stop: Sequence[str]
+    ) -> Iterator[tuple[int, tuple[Piece, float]]]:
+        if stop and self.tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer; stop strings need one")
+        encoded = [self.encode(prompt) for prompt in prompts]
+        live: dict[str, _Live] = {}
+        try:
+            for index, ids in enumerate(encoded):
+                request_id = f"generate-{next(self._ids)}"
+                # One token more than asked for is run and cut: then the cycles alone commit
+                # max_new_tokens, as the reference implementation counts them.
+                longer = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens + 1)
+                self.engine.add(Request(request_id, ids, longer))
+                text = TextStream(self.tokenizer, stop=tuple(stop)) if self.tokenizer else None
+                live[request_id] = _Live(index, text, sampling.max_new_tokens)
+            while live:
+                started = time.perf_counter()
+                updates = self.engine.step()
+                seconds = time.perf_counter() - started
+                for update in updates:
+                    if update.request_id not in live:
+                        continue  # another driver's request
+                    request = live[update.request_id]
+                    piece, ended = request.take(
+                        update.tokens, update.finish_reason, update.committed
+                    )
+                    if ended:
+                        del live[update.request_id]
+                        self.engine.abort(update.request_id)  # a stop string ends it early
+                    yield request.index, (piece, seconds)
+        finally:
+            for request_id in live:
+                self.engine.abort(request_id)
+
+
+class _Live:
+    """One running request: cuts its output at the limit and turns it into text."""
+
+    def __init__(self, index: int, text: TextStream | None, room: int):
+        self.index, self._text, self._room = index, text, room
+        self._ended = False
+
+    def take(
+        self, tokens: Sequence[int], reason: FinishReason | None, committed: int | None
+    ) -> tuple[Piece, bool]:
+        if self._ended:  # the cycle after the last: counted, and nothing of it is emitted
+            return Piece([], "", committed, None), reason is not None
+        if len(tokens) >= self._room and (reason != "stop" or len(tokens) > self._room):
+            kept, finish = list(tokens[: self._room]), "length"
+        else:
+            kept, finish = list(tokens), reason
+        self._room -= len(kept)
+        text = ""
+        if self._text is not None:
+            delta = self._text.feed(kept, finish)
+            text, kept, finish = delta.text, list(delta.tokens), delta.finish_reason
+        self._ended = finish is not None
+        piece = Piece(kept, text, committed, finish)
+        return piece, reason is not None or finish == "stop"
+
+
+class _Output:
+    def __init__(self):
+        self.ids: list[int] = []
+        self.text = ""
+        self.statistics = DecodeStatistics()
+        self.reason: FinishReason = "abort"
+
+    def add(self, timed: tuple[Piece, float]) -> None:
+        piece, seconds = timed
+        self.ids += piece.output_ids
+        self.text += piece.text
+        self.reason = piece.finish_reason or self.reason
+        if piece.committed is not None:
+            self.statistics.tokens_per_cycle.append(piece.committed)
+            self.statistics.cycle_seconds.append(seconds)
+            self.statistics.emitted += len(piece.output_ids)
+
+    def generation(self, has_text: bool) -> Generation:
+        return Generation(
+            self.ids, self.text if has_text else None, self.reason, self.statistics
+        )
+
+
+def load(
+    model: str | Path | None = None,
+    draft: str | Path | None = None,
+    *,
+    dtype: DType = "float32",
+    data_parallel: int = 1,
+    model_parallel: int = 1,
+    engine: EngineConfig = EngineConfig(),
+) -> LLM:
+    """Load a target and its draft from paths or hub ids; with neither, the embedded pair.
+
+    A target without a draft decodes plainly. Weights go straight to their shards, one tensor at a
+    time. Raises ConfigError, CheckpointError, ResolveError or EmbeddedModelError, each saying what
+    is wrong and what is accepted.
+    """
+    if model is None:
+        target_path = embedded.fetch_target()
+        draft_path = embedded.draft_path() if draft is None else resolve(draft)
+    else:
+        target_path = resolve(model)
+        draft_path = None if draft is None else resolve(draft)
+    target_config = read_target_config(target_path)
+    draft_config = None
+    if draft_path is not None and engine.speculation:
+        draft_config = read_draft_config(draft_path, target_config)
+    sharding = Sharding(make_mesh(data_parallel, model_parallel))
+    pair = Pair.of(target_config, draft_config, sharding, jnp.dtype(dtype))
+    started = time.perf_counter()
+    names = target_tensor_name(tie_word_embeddings=target_config.tie_word_embeddings)
+    target = load_params(pair.target.placed(sharding), open_source(target_path), names)
+    draft_params = {}
+    if pair.draft is not None and draft_path is not None:
+        draft_params = load_params(
+            pair.draft.placed(sharding), open_source(draft_path), draft_tensor_name
+        )
+    logger.info("loaded %s in %.1f s", target_path, time.perf_counter() - started)
+    name = "SmolLM2-135M-Instruct" if model is None else str(model).rstrip("/")
+    return LLM(
+        Engine(pair, PairParams(target, draft_params), engine),
+        load_tokenizer(target_path),
+        name,
+        _generation_defaults(target_path),
+    )
+
+
+def _generation_defaults(path: Path) -> dict[str, Any]:
+    file = path / "generation_config.json"
+    if not path.is_dir() or not file.exists():
+        return {}
+    values = json.loads(file.read_text(encoding="utf-8"))
+    known = ("temperature", "top_k", "top_p", "min_p", "do_sample")
+    return {key: values[key] for key in known if values.get(key) is not None}
+
+
+def _sampling(sampling: SamplingParams | None, settings: dict[str, Any]) -> SamplingParams:
+    """Raises TypeError on a setting that SamplingParams does not have."""
+    return dataclasses.replace(sampling or SamplingParams(), **settings)
