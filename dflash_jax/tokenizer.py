@@ -1,6 +1,7 @@
 """Tokenizers of HF folders and of GGUF files."""
 
 from pathlib import Path
+from typing import Any
 
 from gguf import TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -52,8 +53,8 @@ def _from_gguf(file: GGUFFile) -> PreTrainedTokenizerFast:
         )
     if value("add_bos_token", False) or value("add_space_prefix", False):
         raise TokenizerError("GGUF tokenizer add_bos_token, add_space_prefix: accepted: false")
-    tokens = _strings(file, "tokens")
-    merges = [_pair(merge) for merge in _strings(file, "merges")]
+    tokens = _list(file, "tokens")
+    merges = [_pair(merge) for merge in _list(file, "merges")]
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -62,8 +63,9 @@ def _from_gguf(file: GGUFFile) -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    types = value("token_type", [TokenType.NORMAL] * len(tokens))
-    assert isinstance(types, list)
+    types = _list(file, "token_type")
+    if len(types) != len(tokens):
+        raise TokenizerError(f"GGUF tokenizer: {len(tokens)} tokens but {len(types)} token_type")
     for token, token_type in zip(tokens, types, strict=True):
         if token_type in (TokenType.CONTROL, TokenType.USER_DEFINED):
             special = token_type == TokenType.CONTROL
@@ -86,10 +88,10 @@ def _from_gguf(file: GGUFFile) -> PreTrainedTokenizerFast:
     )
 
 
-def _strings(file: GGUFFile, key: str) -> list[str]:
+def _list(file: GGUFFile, key: str) -> list[Any]:
     values = file.value(f"tokenizer.ggml.{key}")
     if not isinstance(values, list):
-        raise TokenizerError(f"GGUF tokenizer: {key} must be a list of strings, got {values!r}")
+        raise TokenizerError(f"GGUF tokenizer: {key} must be a list, got {values!r}")
     return values
 
 

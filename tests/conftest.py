@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
+from hypothesis import settings
 
 from dflash_jax.config import TargetConfig
+
+# Machines are shared and first calls compile: a slow example is no fault.
+settings.register_profile("dflash_jax", deadline=None)
+settings.load_profile("dflash_jax")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -67,7 +67,7 @@ def test_missing_values_are_named_or_defaulted(whole: Path) -> None:
         file.value("no.such")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_cut_file_is_refused(whole: Path, tmp_path: Path, data: st.DataObject) -> None:
     content = whole.read_bytes()
@@ -85,7 +85,7 @@ def test_a_cut_file_is_refused(whole: Path, tmp_path: Path, data: st.DataObject)
             np.testing.assert_array_equal(tensor.data, original.data)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, 600), byte=st.integers(0, 255))
 def test_a_changed_header_is_read_or_refused(
     whole: Path, tmp_path: Path, at: int, byte: int
