@@ -13,6 +13,10 @@ from hypothesis import settings
 
 from dflash_jax.config import TargetConfig
 
+# Machines are shared and first calls compile: a slow example is no fault.
+settings.register_profile("dflash_jax", deadline=None)
+settings.load_profile("dflash_jax")
+
 
 # Machines are shared and first calls compile: a slow example is no fault.
 settings.register_profile("dflash_jax", deadline=None)
