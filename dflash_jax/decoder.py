@@ -63,9 +63,7 @@ class Pair:
         draft = None
         if draft_config is not None:
             draft = Functional.of(lambda rngs: Draft(draft_config, rngs=rngs, dtype=dtype))
-        return cls(
-            Functional.of(build_target), draft, target_config, draft_config, sharding, dtype
-        )
+        return cls(Functional.of(build_target), draft, target_config, draft_config, sharding, dtype)
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 from flax import nnx
@@ -19,7 +19,7 @@ class Functional(Generic[ModuleT]):
     """A module split into its static graph and its parameters; it holds no arrays itself."""
 
     graph: nnx.GraphDef
-    treedef: jax.tree_util.PyTreeDef
+    treedef: Any
     abstract: Mapping[str, jax.ShapeDtypeStruct]
     axes: Mapping[str, tuple[str | None, ...]]
     build: Callable[[nnx.Rngs], ModuleT]

@@ -1,8 +1,8 @@
 """The library's front door: ``load`` a pair, then ``generate`` or ``stream``.
 
-    llm = dflash_jax.load()                       # the embedded pair
-    result = llm.generate("The capital of France is", max_new_tokens=32)
-    print(result.text, result.statistics.tau)
+llm = dflash_jax.load()                       # the embedded pair
+result = llm.generate("The capital of France is", max_new_tokens=32)
+print(result.text, result.statistics.tau)
 """
 
 import dataclasses
@@ -216,9 +216,7 @@ class _Output:
             self.statistics.emitted += len(piece.output_ids)
 
     def generation(self, has_text: bool) -> Generation:
-        return Generation(
-            self.ids, self.text if has_text else None, self.reason, self.statistics
-        )
+        return Generation(self.ids, self.text if has_text else None, self.reason, self.statistics)
 
 
 def load(

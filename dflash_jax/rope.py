@@ -34,11 +34,7 @@ def _yarn(rope: RopeConfig, base: np.ndarray, head_dim: int) -> tuple[np.ndarray
     context = rope.original_max_position_embeddings
 
     def dim_at(rotations: float) -> float:
-        return (
-            head_dim
-            * math.log(context / (rotations * 2 * math.pi))
-            / (2 * math.log(rope.theta))
-        )
+        return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dim_at(rope.beta_fast), dim_at(rope.beta_slow)
     if rope.truncate:

@@ -24,9 +24,7 @@ class Embedding(nnx.Module):
 
 class Trunk(nnx.Module):
     def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        self.embed_tokens = Embedding(
-            config.vocab_size, config.hidden_size, rngs=rngs, dtype=dtype
-        )
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs=rngs, dtype=dtype)
         self.layers = nnx.List(
             Block(config, qk_norm=config.qk_norm, rngs=rngs, dtype=dtype)
             for _ in range(config.num_layers)

@@ -20,9 +20,7 @@ def block_attention(
     offset = jnp.arange(tokens)
 
     def scores_of(keys, visible):
-        scores = jnp.einsum(
-            "BTKGH,BSKH->BKGTS", queries, keys, preferred_element_type=jnp.float32
-        )
+        scores = jnp.einsum("BTKGH,BSKH->BKGTS", queries, keys, preferred_element_type=jnp.float32)
         return jnp.where(visible[:, None, None], scores * scale, -jnp.inf)
 
     def weighted(weights, values):
