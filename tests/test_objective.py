@@ -1,0 +1,211 @@
+"""The training objective against inference, brute force, and what must not leak."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.cache import Batch
+from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
+from dflash_jax.decoder import Pair, PairParams, draft_pass
+from dflash_jax.sampling import SamplingRows
+from dflash_jax.sharding import Sharding, make_mesh
+from dflash_jax.speculative import prefill_step
+from train.objective import (
+    Metrics,
+    ObjectiveConfig,
+    PackedRows,
+    blocks_at,
+    draft_blocks,
+    objective,
+    sample_anchors,
+    score,
+    target_features,
+)
+
+BLOCK, LENGTH = 4, 24
+SHAPE = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "rope": RopeConfig(1e4),
+    "max_position_embeddings": 64,
+}
+TARGET = TargetConfig(
+    **SHAPE, num_layers=4, architecture="qwen3", tie_word_embeddings=True, qk_norm=True
+)
+
+
+def draft_config(windows, causal) -> DraftConfig:
+    return DraftConfig(
+        **SHAPE,
+        num_layers=2,
+        block_size=BLOCK,
+        mask_token_id=30,
+        target_layer_ids=(0, 2),
+        num_target_layers=4,
+        target_hidden_size=16,
+        windows=windows,
+        causal=causal,
+    )
+
+
+VARIANTS = {
+    "full": draft_config((None, None), (False, False)),
+    "sliding": draft_config((3, None), (True, False)),
+    "bidirectional-sliding": draft_config((2, 5), (False, False)),
+}
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def pair(request) -> tuple[Pair, PairParams]:
+    pair = Pair.of(TARGET, VARIANTS[request.param], Sharding(make_mesh()), jnp.dtype("float32"))
+    params = pair.init(3)
+    # Larger weights than init's, so that a wrong mask shows.
+    grow = {n: v * 8 if n.endswith("kernel") else v for n, v in params.draft.items()}
+    return pair, PairParams(params.target, grow)
+
+
+def packed(*documents: int, seed: int = 0, padding: int = 0) -> PackedRows:
+    random = np.random.default_rng(seed)
+    segments = np.repeat(np.arange(1, len(documents) + 1), documents)
+    segments = np.pad(segments, (0, padding)).astype(np.int32)
+    positions = np.concatenate([np.arange(n) for n in (*documents, padding)]).astype(np.int32)
+    tokens = random.integers(0, 30, segments.shape, np.int32)
+    as_row = lambda x: jnp.asarray(x)[None]  # noqa: E731
+    return PackedRows(*map(as_row, (tokens, segments, positions, segments > 0)))
+
+
+def hidden_of(pair, params, rows, anchors):
+    draft, target = pair.draft.bind(params.draft), pair.target.bind(params.target)
+    features = target_features(target, rows, pair.taps)
+    context_kv = draft.context_kv(draft.context(features), rows.positions)
+    anchors = jnp.asarray([anchors], jnp.int32)
+    blocks = blocks_at(rows, anchors, jnp.ones_like(anchors, bool), BLOCK)
+    return target.logits(draft_blocks(draft, target, rows, context_kv, blocks))[0]
+
+
+def inference_logits(pair, params, tokens, anchor):
+    """The cached step's draft logits with ``tokens[:anchor]`` prefilled."""
+    state = pair.new_state(slots=1, pages=8, page_size=4)
+    zero = np.zeros(1, np.int32)
+    sampling = SamplingRows(
+        np.zeros((1, 2), np.uint32), np.zeros(1, np.uint32), np.zeros(1, np.float32), zero,
+        np.ones(1, np.float32), np.zeros(1, np.float32),
+    )  # fmt: skip
+    batch = Batch(zero, np.arange(1, 8, dtype=np.int32)[None], sampling)
+    chunk = np.zeros((1, LENGTH), np.int32)
+    chunk[0, :anchor] = tokens[:anchor]
+    count, forced = np.array([anchor], np.int32), np.array([tokens[anchor]], np.int32)
+    state, _ = prefill_step(
+        pair, params, state, batch, chunk, zero, count, np.ones(1, bool), forced
+    )
+    return draft_pass(pair, params, state, batch, BLOCK)[0]
+
+
+@pytest.mark.parametrize("anchor", [1, 2, 7, 15])
+def test_training_block_is_the_cached_inference_step(pair, anchor):
+    """Faults 45 and 49: slot k of the training block is what decoding computes at start = a."""
+    pair, params = pair
+    rows = packed(LENGTH)
+    trained = hidden_of(pair, params, rows, [anchor])[0, 1:]
+    decoded = inference_logits(pair, params, np.asarray(rows.tokens[0]), anchor)
+    np.testing.assert_allclose(trained, decoded, rtol=2e-4, atol=2e-4)
+
+
+def test_packing_changes_nothing(pair):
+    """Fault 49: a document packed behind another gives the block it gives alone."""
+    pair, params = pair
+    together = packed(9, LENGTH - 9, seed=5)
+    alone = jax.tree.map(lambda x: x[:, 9:], together)
+    behind = hidden_of(pair, params, together, [9 + 6])
+    np.testing.assert_allclose(behind, hidden_of(pair, params, alone, [6]), rtol=2e-4, atol=2e-4)
+
+
+def test_blocks_never_see_each_other_or_what_follows(pair):
+    """Fault 46 and leakage: anchors closer than b do not interact, and x[a+1..], features[a..]
+    do not move block a."""
+    pair, params = pair
+    rows = packed(LENGTH)
+    both = hidden_of(pair, params, rows, [8, 10])
+    np.testing.assert_allclose(both[0], hidden_of(pair, params, rows, [8])[0], rtol=1e-5, atol=1e-5)
+    tokens = rows.tokens.at[0, 9:].set(29 - rows.tokens[0, 9:])
+    changed = dataclasses.replace(rows, tokens=tokens)
+    np.testing.assert_allclose(
+        both[0], hidden_of(pair, params, changed, [8])[0], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_labels_stay_in_their_document_and_row():
+    rows = packed(6, 8, padding=4)
+    anchors = jnp.asarray([[4, 5, 12, 17]], jnp.int32)
+    keep = jnp.asarray([[True, True, True, False]])
+    blocks = blocks_at(rows, anchors, keep, BLOCK)
+    assert blocks.label_mask[0].tolist() == [
+        [False, True, False, False],
+        [False, False, False, False],
+        [False, True, False, False],
+        [False, False, False, False],
+    ]
+    assert blocks.labels[0, 0, 1] == rows.tokens[0, 5]
+
+
+def test_anchors_need_two_supervised_tokens_of_one_document():
+    rows = packed(6, 8, padding=4)
+    mask = rows.loss_mask.at[0, 9].set(False)
+    rows = dataclasses.replace(rows, loss_mask=mask)
+    anchors, keep = sample_anchors(jax.random.key(0), rows, 18)
+    valid = {int(a) for a, k in zip(anchors[0], keep[0], strict=True) if k}
+    assert valid == {0, 1, 2, 3, 4, 6, 7, 10, 11, 12}
+    assert len(set(anchors[0].tolist())) == 18
+
+
+def test_loss_is_the_same_for_any_grouping_and_split_of_the_batch(pair):
+    """Fault 47: sums over groups and rows, so that no split changes the loss."""
+    pair, params = pair
+    draft, target = pair.draft.bind(params.draft), pair.target.bind(params.target)
+    rows = jax.tree.map(
+        lambda *x: jnp.concatenate(x), packed(LENGTH), packed(10, 10, padding=4, seed=1)
+    )
+    whole, one_by_one = (
+        objective(draft, target, rows, jax.random.key(1), ObjectiveConfig(8, 3.0, group))
+        for group in (8, 1)
+    )
+    for name in Metrics._fields:
+        np.testing.assert_allclose(getattr(whole, name), getattr(one_by_one, name), rtol=2e-5)
+    assert float(whole.weight) > 0
+
+
+def test_dropped_blocks_are_finite_and_have_no_gradient(pair):
+    pair, params = pair
+    target = pair.target.bind(params.target)
+    rows = packed(3, padding=LENGTH - 3)  # two anchors at most
+
+    def loss(draft_params):
+        config = ObjectiveConfig(6, 3.0, 2)
+        draft = pair.draft.bind(draft_params)
+        metrics = objective(draft, target, rows, jax.random.key(0), config)
+        return metrics.weighted_loss / metrics.weight
+
+    value, gradient = jax.value_and_grad(loss)(dict(params.draft))
+    assert jnp.isfinite(value)
+    assert all(bool(jnp.isfinite(g).all()) for g in gradient.values())
+
+
+def test_score_decays_over_the_block_and_counts_prefixes():
+    """Weights are exp(-(k-1)/gamma); acceptance stops at the first miss (fault 45)."""
+    labels = jnp.asarray([[[9, 1, 2, 3]]], jnp.int32)
+    mask = jnp.asarray([[[False, True, True, True]]])
+    logits = jax.nn.one_hot(jnp.asarray([[[0, 1, 5, 3]]]), 10) * 20.0
+    blocks = blocks_at(packed(8), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool), 4)
+    metrics = score(logits, blocks._replace(labels=labels, label_mask=mask), gamma=2.0)
+    np.testing.assert_allclose(metrics.weight, 1 + np.exp(-0.5) + np.exp(-1.0), rtol=1e-6)
+    np.testing.assert_allclose(metrics.weighted_loss, 20 * np.exp(-0.5), rtol=1e-3)
+    assert metrics.correct.tolist() == [1, 0, 1]
+    assert (float(metrics.accepted), float(metrics.blocks)) == (1.0, 1.0)

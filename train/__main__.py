@@ -1,0 +1,153 @@
+"""``python -m train RECIPE``: prompts in, a draft out, in three stages with files between them.
+
+    regenerate  the target answers every prompt          -> WORK/answers.jsonl
+    train       the draft learns the answers             -> WORK/draft, WORK/train.jsonl
+    evaluate    real decoding on the evaluation prompts  -> WORK/evaluation.json
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+
+import dflash_jax
+from dflash_jax.checkpoint import export_draft
+from dflash_jax.decoder import Pair
+from dflash_jax.generate import LLM
+from dflash_jax.request import SamplingParams
+from train.data import pack, read_samples
+from train.evaluate import evaluate
+from train.loop import train
+from train.prompts import Prompt, clean_self_written
+from train.recipes import RECIPES, Recipe
+from train.regenerate import regenerate, self_written_prompts
+
+STAGES = ("regenerate", "train", "evaluate")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    recipe = RECIPES[options.recipe]
+    options.work.mkdir(parents=True, exist_ok=True)
+    if "regenerate" in options.stage:
+        _regenerate(recipe, options)
+    if "train" in options.stage:
+        _train(recipe, options)
+    if "evaluate" in options.stage:
+        _evaluate(recipe, options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m train", description=__doc__.splitlines()[0])  # pyright: ignore[reportOptionalMemberAccess]
+    parser.add_argument("recipe", choices=sorted(RECIPES))
+    parser.add_argument("--work", type=Path, required=True, help="where everything is written")
+    parser.add_argument("--prompts", type=Path, help="JSONL of {id, source, text}")
+    parser.add_argument("--evaluation", type=Path, help="JSONL of {id, source, text}")
+    parser.add_argument("--stage", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--target", type=Path, help="the target's files, if not the recipe's")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="budget of each stage")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="of the evaluation")
+    return parser
+
+
+def _load(recipe: Recipe, options: argparse.Namespace, **kwargs) -> LLM:
+    return dflash_jax.load(options.target or recipe.target, dtype=options.dtype, **kwargs)
+
+
+def _read_prompts(path: Path) -> list[Prompt]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [Prompt(**json.loads(line)) for line in lines]
+
+
+def _regenerate(recipe: Recipe, options: argparse.Namespace) -> None:
+    engine = dataclasses.replace(recipe.engine, speculation=False)
+    llm = _load(recipe, options, engine=engine)
+    started = time.perf_counter()
+    llm.engine.warm_up(print)
+    prompts = _read_prompts(options.prompts)
+    held_out = _read_prompts(options.evaluation) if options.evaluation else []
+    if recipe.self_written:
+        texts = self_written_prompts(
+            llm, recipe.self_written, seed=1, seconds=options.seconds / 6
+        )
+        seen = {prompt.text for prompt in (*prompts, *held_out)}
+        own = clean_self_written(texts, seen)
+        print(f"self-written prompts: {len(texts)} whole, {len(own)} kept")
+        prompts += [Prompt(f"self/{i}", "self-written", text) for i, text in enumerate(own)]
+    out = options.work / "answers.jsonl"
+    for number, sampling in enumerate(recipe.answers):
+        share = (len(recipe.answers) - number) or 1
+        left = options.seconds - (time.perf_counter() - started)
+        named = [dataclasses.replace(p, id=f"{p.id}#{number}") for p in prompts]
+        written = regenerate(llm, named, out, sampling=sampling, seconds=left / share)
+        print(f"answers at T = {sampling.temperature}: {written} tokens -> {out}")
+
+
+def _train(recipe: Recipe, options: argparse.Namespace) -> None:
+    llm = _load(recipe, options, engine=dflash_jax.EngineConfig(max_num_seqs=1, max_model_len=32))
+    target = llm.pair.target_config
+    pair = Pair.of(target, recipe.draft_config(target), llm.pair.sharding, llm.pair.dtype)
+    assert pair.draft is not None and pair.draft_config is not None
+    answers = options.work / "answers.jsonl"
+    rows = pack(
+        read_samples(answers, vocab_size=target.vocab_size), recipe.row_length, seed=recipe.loop.seed
+    )
+    supervised = int(rows.loss_mask.sum())
+    print(f"{rows.tokens.shape[0]} rows of {recipe.row_length}, {supervised} supervised tokens")
+    draft = train(
+        pair,
+        llm.engine.params.target,
+        pair.draft.init(recipe.loop.seed, pair.sharding),
+        rows,
+        dataclasses.replace(recipe.loop, seconds=min(options.seconds, recipe.loop.seconds)),
+        log=options.work / "train.jsonl",
+    )
+    export_draft(options.work / "draft", pair.draft_config, draft, jnp.bfloat16)
+    print(f"exported {options.work / 'draft'}")
+
+
+def _evaluate(recipe: Recipe, options: argparse.Namespace) -> None:
+    by_source: dict[str, list[str]] = {}
+    for prompt in _read_prompts(options.evaluation):
+        by_source.setdefault(prompt.source, []).append(prompt.text)
+    results = []
+    for block_size in (16, 8, 4):
+        for temperature, draft_sampling in ((0.0, "argmax"), (1.0, "argmax"), (1.0, "coupled")):
+            engine = dflash_jax.EngineConfig(
+                max_num_seqs=128,
+                max_model_len=2048,
+                block_size=min(block_size, recipe.block_size),
+                draft_sampling=draft_sampling,  # pyright: ignore[reportArgumentType]
+                prefill_tokens=8192,
+            )
+            llm = _load(recipe, options, draft=options.work / "draft", engine=engine)
+            for source, texts in by_source.items():
+                sampling = SamplingParams(
+                    temperature=temperature, max_new_tokens=options.max_new_tokens
+                )
+                result = evaluate(llm, texts, sampling)
+                record = {
+                    "source": source,
+                    "block_size": block_size,
+                    "temperature": temperature,
+                    "draft_sampling": draft_sampling,
+                    **result.json(),
+                }
+                results.append(record)
+                print(
+                    f"b {block_size} T {temperature} {draft_sampling} {source}: "
+                    f"tau {result.tau:.3f} (raw {result.raw_tau:.3f}, "
+                    f"{result.looping:.0%} looping)",
+                    flush=True,
+                )
+            (options.work / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

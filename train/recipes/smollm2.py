@@ -1,0 +1,38 @@
+"""The embedded draft: SmolLM2-135M-Instruct (dequantised Q4_1), 12.3M parameters, b = 16.
+
+    python -m train.prompts --wheels DIR --out prompts.jsonl --eval-out eval.jsonl
+    python -m train smollm2 --prompts prompts.jsonl --evaluation eval.jsonl --work out/smollm2
+
+Hardware and time: one H200, about 5 minutes of answers and 9 of training. Expected tau (greedy,
+b = 16, 256 new tokens, loops excluded) and the run that shipped: the model card beside the draft.
+"""
+
+from dflash_jax.engine import EngineConfig
+from dflash_jax.request import SamplingParams
+from train.loop import LoopConfig
+from train.objective import ObjectiveConfig
+from train.recipes.recipe import Recipe
+
+SMOLLM2 = Recipe(
+    name="smollm2",
+    target=None,
+    num_layers=3,
+    intermediate_size=1536,
+    num_taps=5,
+    block_size=16,
+    mask_token_id=16,  # a code-data marker that chat never uses; ordinary to the output
+    max_position_embeddings=8192,
+    self_written=20_000,
+    answers=(
+        SamplingParams(temperature=0.0, max_new_tokens=256),
+        SamplingParams(temperature=1.0, max_new_tokens=256),
+    ),
+    engine=EngineConfig(max_num_seqs=1024, max_model_len=512, prefill_tokens=32_768, seed=1),
+    row_length=1024,
+    loop=LoopConfig(
+        objective=ObjectiveConfig(anchors=128, gamma=7.0, anchor_group=16),
+        batch_rows=32,
+        learning_rate=1e-3,
+        steps=6_000,
+    ),
+)
