@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+TINY = float(jnp.finfo(jnp.float32).tiny)  # CPUs and GPUs may flush what is smaller to 0
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +47,9 @@ def draw(
 
     def sample(logits):
         batch, tokens, vocab = logits.shape
-        temperature = jnp.where(sampled, rows.temperature, 1.0)
-        scaled = logits / temperature[:, None, None]
+        temperature = jnp.where(sampled, jnp.maximum(rows.temperature, TINY), 1.0)
+        # From the peak, so that the coldest division overflows for all but the best tokens.
+        scaled = (logits - logits.max(-1, keepdims=True)) / temperature[:, None, None]
         needs_filter = sampled & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
         scaled = jax.lax.cond(
             needs_filter.any(), lambda x: filter_logits(x, rows), lambda x: x, scaled
@@ -75,7 +78,8 @@ def filter_logits(scaled: Float[Array, "B T V"], rows: SamplingRows) -> Float[Ar
         return x[:, None, None]
 
     top_k = per_row(jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab))
-    top_p = per_row(jnp.where(rows.top_p < 1, rows.top_p, jnp.inf))
+    # Not 0, which nothing is below: the largest could not survive.
+    top_p = per_row(jnp.where(rows.top_p < 1, jnp.maximum(rows.top_p, TINY), jnp.inf))
 
     # The k-th largest value is the largest with at least k tokens at or above it.
     at_least_k = _largest(order, lambda t: (order >= t).sum(-1, keepdims=True) >= top_k)
@@ -110,7 +114,8 @@ def gumbel_noise(
 
 def _ordered_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
     """float32 -> uint32 with the same order (NaN aside); -0.0 and 0.0 map to one value."""
-    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)
+    x = jnp.where(x == 0, 0.0, x)  # not x + 0.0, which XLA simplifies away
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     negative = bits >> jnp.uint32(31) == 1
     return jnp.where(negative, ~bits, bits | jnp.uint32(0x80000000))
 

@@ -117,7 +117,12 @@ class Scheduler:
             self._prefill_last = True
             return self._plan_prefill(prefilling)
         self._prefill_last = False
-        return self._plan_decode(decoding)
+        plan = self._plan_decode(decoding)
+        if plan is None and self.running:
+            # Every decoding row gave its pages to an older one, which is still prefilling.
+            self._prefill_last = True
+            return self._plan_prefill([s for s in self.running if not s.prefilled])
+        return plan
 
     def finish(self, sequence: Sequence) -> None:
         """Release a sequence in whatever state it is."""
@@ -147,8 +152,9 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting:
             sequence = self.waiting[0]
-            # The whole prompt's pages at once, so that a started prefill can end.
-            needed = self._pages_for(sequence.prefill_target + 1)
+            # The whole prompt's pages and the first cycle's at once: what is admitted can end its
+            # prefill, and is not preempted before it has decoded.
+            needed = self._pages_for(sequence.prefill_target + self.lookahead)
             shard = max(
                 (s for s in range(self.shards) if self._free_slots[s]),
                 key=lambda s: self.allocators[s].num_free,

@@ -60,7 +60,8 @@ def block_attention(
             visible &= query_position[:, :, None] - position[None, None, :] < window
         keys = k_pages[pages].reshape(batch, chunk, kv_heads, head_dim).astype(q.dtype)
         values = v_pages[pages].reshape(batch, chunk, kv_heads, head_dim).astype(q.dtype)
-        values = jnp.where(exists[:, :, None, None], values, 0)  # 0 * NaN would be NaN
+        # The first query sees the most of the context; a weight of 0 times NaN would be NaN.
+        values = jnp.where(visible[:, 0, :, None, None], values, 0)
         scores = scores_of(keys, visible)
         new_peak = jnp.maximum(peak, scores.max(-1, keepdims=True))
         decay = jnp.exp(peak - new_peak)

@@ -31,7 +31,8 @@ def block_attention(
     if window is not None:
         visible &= distance < window
 
-    values = jnp.where(exists[:, :, None, None], values, 0)  # 0 * NaN would be NaN
+    seen = visible.any(axis=1)[:, :, None, None]
+    values = jnp.where(seen, values, 0)  # a weight of 0 times NaN would be NaN
     grouped = q.astype(jnp.float32).reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim)
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, keys) * scale
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
