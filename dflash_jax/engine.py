@@ -20,7 +20,7 @@ from dflash_jax.decoder import Pair, PairParams
 from dflash_jax.plain import plain_step
 from dflash_jax.request import Request, Update, cut
 from dflash_jax.sampling import SamplingRows
-from dflash_jax.scheduler import DecodePlan, PrefillPlan, Scheduler, Sequence, bucket
+from dflash_jax.scheduler import DecodePlan, PrefillPlan, Scheduler, Sequence
 from dflash_jax.speculative import DraftSampling, prefill_step, speculative_step
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     prefill_tokens: int = 512
+    batch_buckets: tuple[int, ...] | None = None
     block_size: int | None = None
     verify_width: int | None = None
     draft_sampling: DraftSampling = "argmax"
@@ -88,7 +89,10 @@ class Engine:
             page_size=config.page_size,
             max_model_len=self.max_model_len,
             lookahead=self.block_size,
-            prefill_shapes=_prefill_shapes(config.prefill_tokens, slots, shards),
+            prefill_shapes=_prefill_shapes(
+                config.prefill_tokens, slots, shards, self.max_model_len
+            ),
+            batch_buckets=config.batch_buckets,
             shards=shards,
             speculation_limit=self._speculation_limit(),
         )
@@ -96,6 +100,9 @@ class Engine:
         self.stats = EngineStats()
         self.state = pair.new_state(slots=slots, pages=pages, page_size=config.page_size)
         self._tables = np.zeros((slots + 1, self.scheduler.max_pages), np.int32)
+        # The page list, and how much of it, that a slot's table row shows: rows change rarely, and
+        # every admission makes a new list.
+        self._written: list[tuple[list[int], int]] = [([], -1)] * slots
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.seed)
         self._prefill = self._jit(prefill_step)
@@ -164,8 +171,8 @@ class Engine:
             self._call_prefill(PrefillPlan([], [], rows, chunk), [])
             progress(f"compiled prefill {rows} x {chunk} in {time.perf_counter() - started:.1f} s")
         limit = scheduler.speculation_limit
-        rows = scheduler.shards
-        while rows <= bucket(scheduler.slots_per_shard) * scheduler.shards:
+        for bucket in scheduler.batch_buckets:
+            rows = bucket * scheduler.shards
             for speculative in (True, False):
                 if (limit == 0) if speculative else (limit is None):
                     continue
@@ -174,7 +181,6 @@ class Engine:
                 kind = f"speculation, b = {self.block_size}" if speculative else "plain decoding"
                 seconds = time.perf_counter() - started
                 progress(f"compiled {kind}, {rows} rows in {seconds:.1f} s")
-            rows *= 2
 
     def _run_prefill(self, plan: PrefillPlan) -> list[Update]:
         started = time.perf_counter()
@@ -249,9 +255,12 @@ class Engine:
         for sequence, row in placed:
             sampling = sequence.request.sampling
             slot_ids[row] = sequence.slot
-            table = self._tables[sequence.slot]
-            table[: len(sequence.pages)] = sequence.pages
-            table[len(sequence.pages) :] = 0
+            written = self._written[sequence.slot]
+            if written != (sequence.pages, len(sequence.pages)):
+                table = self._tables[sequence.slot]
+                table[: len(sequence.pages)] = sequence.pages
+                table[len(sequence.pages) :] = 0
+                self._written[sequence.slot] = sequence.pages, len(sequence.pages)
             seed[row] = sequence.seed >> 32, sequence.seed & 0xFFFFFFFF
             temperature[row], top_k[row] = sampling.temperature, max(sampling.top_k, 0)
             top_p[row], min_p[row] = sampling.top_p, sampling.min_p
@@ -327,8 +336,10 @@ def _block_size(pair: Pair, config: EngineConfig) -> int:
     return block
 
 
-def _prefill_shapes(budget: int, slots: int, shards: int) -> list[tuple[int, int]]:
+def _prefill_shapes(
+    budget: int, slots: int, shards: int, max_model_len: int
+) -> list[tuple[int, int]]:
     """(rows, chunk) shapes within a token budget: many short prompts or one long chunk."""
-    chunks = [c for c in (32, 128, 512, 2048) if c < budget] + [budget]
-    limit = bucket(slots // shards) * shards
-    return [(min(max(budget // c // shards, 1) * shards, limit), c) for c in chunks]
+    longest = min(budget, max_model_len)
+    chunks = [c for c in (32, 128, 512, 2048) if c < longest] + [longest]
+    return [(min(max(budget // c // shards, 1), slots // shards) * shards, c) for c in chunks]

@@ -234,15 +234,11 @@ def load(
     time. Raises ConfigError, CheckpointError, ResolveError or EmbeddedModelError, each saying what
     is wrong and what is accepted.
     """
-    if model is None:
-        target_path = embedded.fetch_target()
-        draft_path = embedded.draft_path() if draft is None else resolve(draft)
-    else:
-        target_path = resolve(model)
-        draft_path = None if draft is None else resolve(draft)
+    target_path = embedded.fetch_target() if model is None else resolve(model)
     target_config = read_target_config(target_path)
-    draft_config = None
-    if draft_path is not None and engine.speculation:
+    draft_path = draft_config = None
+    if engine.speculation and (draft is not None or model is None):
+        draft_path = embedded.draft_path() if draft is None else resolve(draft)
         draft_config = read_draft_config(draft_path, target_config)
     sharding = Sharding(make_mesh(data_parallel, model_parallel))
     pair = Pair.of(target_config, draft_config, sharding, jnp.dtype(dtype))

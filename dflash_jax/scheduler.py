@@ -71,11 +71,13 @@ class Scheduler:
         max_model_len: int,
         lookahead: int,
         prefill_shapes: SequenceOf[tuple[int, int]],
+        batch_buckets: SequenceOf[int] | None = None,
         shards: int = 1,
         speculation_limit: int | None = None,
     ):
         """``pages``: a shard's, null page included. ``lookahead``: tokens a cycle may write (b).
-        ``prefill_shapes``: (rows, chunk), any order. ``speculation_limit``: rows whose block would
+        ``prefill_shapes``: (rows, chunk), any order. ``batch_buckets``: rows of a shard that a
+        decode step may have, the largest holding every slot; None: powers of two. ``speculation_limit``: rows whose block would
         end past this position decode plainly (the draft's own maximum length); 0: never
         speculate; None: no limit.
         """
@@ -92,6 +94,7 @@ class Scheduler:
         self.lookahead, self.speculation_limit = lookahead, speculation_limit
         self.prefill_shapes = sorted(prefill_shapes, key=lambda shape: shape[1])
         self.shards, self.slots_per_shard = shards, slots // shards
+        self.batch_buckets = _batch_buckets(batch_buckets, self.slots_per_shard)
         self.allocators = [PageAllocator(pages) for _ in range(shards)]
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # by arrival
@@ -193,7 +196,8 @@ class Scheduler:
         self._plain_last = bool(plain) and not (speculative and self._plain_last)
         group = plain if self._plain_last else speculative
         per_shard = [sum(self.shard_of(s) == shard for s in group) for shard in range(self.shards)]
-        return DecodePlan(group, bucket(max(per_shard)) * self.shards, not self._plain_last)
+        rows = next(b for b in self.batch_buckets if b >= max(per_shard))
+        return DecodePlan(group, rows * self.shards, not self._plain_last)
 
     def _may_speculate(self, sequence: Sequence) -> bool:
         limit = self.speculation_limit
@@ -240,6 +244,12 @@ class Scheduler:
         sequence.slot, sequence.pages, sequence.cached = -1, [], 0
 
 
-def bucket(rows: int) -> int:
-    """The smallest power of two that holds ``rows``."""
-    return 1 << (rows - 1).bit_length()
+def _batch_buckets(buckets: SequenceOf[int] | None, slots: int) -> tuple[int, ...]:
+    """Ascending row counts, the last of which holds every slot of a shard."""
+    if buckets is None:
+        return tuple(1 << i for i in range((slots - 1).bit_length() + 1))
+    if not buckets or min(buckets) < 1 or max(buckets) < slots:
+        raise ValueError(
+            f"batch_buckets must be positive and one must hold all {slots} slots, got {buckets}"
+        )
+    return tuple(sorted(set(buckets)))

@@ -97,9 +97,7 @@ def tensors(case: Case, dtype=np.float32):
 
 @partial(jax.jit, static_argnames=("causal", "window", "implementation"))
 def attend(*operands, causal, window, implementation):
-    return block_attention(
-        *operands, causal=causal, window=window, implementation=implementation
-    )
+    return block_attention(*operands, causal=causal, window=window, implementation=implementation)
 
 
 @jax.jit
@@ -149,9 +147,7 @@ def test_bfloat16_is_the_rounded_float32_result(implementation: str) -> None:
     case = Case(SHAPES[4], (1280, 700, 3), True, None, 5)
     operands, _ = tensors(case, jnp.bfloat16)
     wide = [jnp.asarray(x, jnp.float32) for x in operands[:5]]
-    expected = attend(
-        *wide, *operands[5:], causal=True, window=None, implementation="reference"
-    )
+    expected = attend(*wide, *operands[5:], causal=True, window=None, implementation="reference")
     got = attend(*operands, causal=True, window=None, implementation=implementation)
     assert got.dtype == jnp.bfloat16
     # Weights and result are rounded once each to 8 bits: 2 * 2**-8 of values below 4.
@@ -168,9 +164,9 @@ def test_scale() -> None:
 
 
 def test_the_front_door_names_what_does_not_fit() -> None:
-    q, k, v, k_pages, v_pages, table, lengths = tensors(
-        Case(SHAPES[1], (3, 4, 20), True, None, 0)
-    )[0]
+    q, k, v, k_pages, v_pages, table, lengths = tensors(Case(SHAPES[1], (3, 4, 20), True, None, 0))[
+        0
+    ]
 
     def call(q=q, k=k, v=v, k_pages=k_pages, v_pages=v_pages, table=table, lengths=lengths, **kw):
         return block_attention(q, k, v, k_pages, v_pages, table, lengths, causal=True, **kw)

@@ -18,8 +18,11 @@ write = jax.jit(write_rows)
 def cases(draw):
     page_size, width = draw(st.sampled_from([(1, 8), (4, 3), (16, 2)]))
     row = st.tuples(st.integers(0, page_size * width), st.integers(0, TOKENS))
-    return page_size, width, draw(st.lists(row, min_size=BATCH, max_size=BATCH)), draw(
-        st.integers(0, 2**16)
+    return (
+        page_size,
+        width,
+        draw(st.lists(row, min_size=BATCH, max_size=BATCH)),
+        draw(st.integers(0, 2**16)),
     )
 
 

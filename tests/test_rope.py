@@ -59,9 +59,7 @@ SCALINGS = {
         high_freq_factor=4.0,
         original_max_position_embeddings=128,
     ),
-    "yarn": RopeConfig(
-        theta=1e6, kind="yarn", factor=4.0, original_max_position_embeddings=4096
-    ),
+    "yarn": RopeConfig(theta=1e6, kind="yarn", factor=4.0, original_max_position_embeddings=4096),
     "yarn, no truncation": RopeConfig(
         theta=1e6,
         kind="yarn",

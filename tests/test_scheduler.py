@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dflash_jax.request import Request, SamplingParams, cut
-from dflash_jax.scheduler import DecodePlan, PrefillPlan, Scheduler, Sequence, bucket
+from dflash_jax.scheduler import DecodePlan, PrefillPlan, Scheduler, Sequence
 
 BLOCK, MAX_LEN, PAGE = 4, 24, 4
 
@@ -218,11 +218,6 @@ def test_rows_beyond_the_drafts_reach_decode_plainly_in_turn_with_the_others() -
 def test_impossible_settings_name_the_number_to_change(changes: dict, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make(**changes)
-
-
-@given(st.integers(1, 1000))
-def test_bucket(rows: int) -> None:
-    assert rows <= bucket(rows) < 2 * rows and bucket(rows) & (bucket(rows) - 1) == 0
 
 
 @given(

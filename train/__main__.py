@@ -1,8 +1,8 @@
 """``python -m train RECIPE``: prompts in, a draft out, in three stages with files between them.
 
-    regenerate  the target answers every prompt          -> WORK/answers.jsonl
-    train       the draft learns the answers             -> WORK/draft, WORK/train.jsonl
-    evaluate    real decoding on the evaluation prompts  -> WORK/evaluation.json
+regenerate  the target answers every prompt          -> WORK/answers.jsonl
+train       the draft learns the answers             -> WORK/draft, WORK/train.jsonl
+evaluate    real decoding on the evaluation prompts  -> WORK/evaluation.json
 """
 
 import argparse
@@ -69,13 +69,10 @@ def _regenerate(recipe: Recipe, options: argparse.Namespace) -> None:
     engine = dataclasses.replace(recipe.engine, speculation=False)
     llm = _load(recipe, options, engine=engine)
     started = time.perf_counter()
-    llm.engine.warm_up(print)
     prompts = _read_prompts(options.prompts)
     held_out = _read_prompts(options.evaluation) if options.evaluation else []
     if recipe.self_written:
-        texts = self_written_prompts(
-            llm, recipe.self_written, seed=1, seconds=options.seconds / 6
-        )
+        texts = self_written_prompts(llm, recipe.self_written, seed=1, seconds=options.seconds / 6)
         seen = {prompt.text for prompt in (*prompts, *held_out)}
         own = clean_self_written(texts, seen)
         print(f"self-written prompts: {len(texts)} whole, {len(own)} kept")
@@ -90,20 +87,30 @@ def _regenerate(recipe: Recipe, options: argparse.Namespace) -> None:
 
 
 def _train(recipe: Recipe, options: argparse.Namespace) -> None:
-    llm = _load(recipe, options, engine=dflash_jax.EngineConfig(max_num_seqs=1, max_model_len=32))
+    llm = _load(
+        recipe,
+        options,
+        engine=dflash_jax.EngineConfig(max_num_seqs=1, max_model_len=32, speculation=False),
+    )
     target = llm.pair.target_config
     pair = Pair.of(target, recipe.draft_config(target), llm.pair.sharding, llm.pair.dtype)
     assert pair.draft is not None and pair.draft_config is not None
     answers = options.work / "answers.jsonl"
     rows = pack(
-        read_samples(answers, vocab_size=target.vocab_size), recipe.row_length, seed=recipe.loop.seed
+        read_samples(answers, vocab_size=target.vocab_size),
+        recipe.row_length,
+        seed=recipe.loop.seed,
     )
     supervised = int(rows.loss_mask.sum())
     print(f"{rows.tokens.shape[0]} rows of {recipe.row_length}, {supervised} supervised tokens")
+    target_params = llm.engine.params.target
+    initial = pair.draft.init(recipe.loop.seed, pair.sharding)
+    # The head is the target's and expects what the target's own last norm puts out.
+    initial["norm.weight"] = target_params["model.norm.weight"]
     draft = train(
         pair,
-        llm.engine.params.target,
-        pair.draft.init(recipe.loop.seed, pair.sharding),
+        target_params,
+        initial,
         rows,
         dataclasses.replace(recipe.loop, seconds=min(options.seconds, recipe.loop.seconds)),
         log=options.work / "train.jsonl",
@@ -121,6 +128,7 @@ def _evaluate(recipe: Recipe, options: argparse.Namespace) -> None:
         for temperature, draft_sampling in ((0.0, "argmax"), (1.0, "argmax"), (1.0, "coupled")):
             engine = dflash_jax.EngineConfig(
                 max_num_seqs=128,
+                batch_buckets=(16, 128),
                 max_model_len=2048,
                 block_size=min(block_size, recipe.block_size),
                 draft_sampling=draft_sampling,  # pyright: ignore[reportArgumentType]

@@ -79,7 +79,12 @@ def train(
             batch = jax.tree.map(lambda x, at=chosen: jax.device_put(x[at], split), rows)
             rate = jnp.float32(learning_rate(config, progress))
             masters, optimizer_state, metrics = step(
-                masters, optimizer_state, target_params, batch, jax.random.fold_in(key, number), rate
+                masters,
+                optimizer_state,
+                target_params,
+                batch,
+                jax.random.fold_in(key, number),
+                rate,
             )
             sums.append(metrics)
             if len(sums) == config.log_every or number == config.steps - 1:
@@ -144,7 +149,9 @@ def learning_rate(config: LoopConfig, progress: float) -> float:
 
 def summarise(sums: list[Metrics]) -> dict[str, Any]:
     """Loss, accuracy by in-block position and teacher-forced acceptance length of metric sums."""
-    total = Metrics(*(np.sum([np.asarray(x) for x in field], 0) for field in zip(*sums, strict=True)))
+    total = Metrics(
+        *(np.sum([np.asarray(x) for x in field], 0) for field in zip(*sums, strict=True))
+    )
     blocks = max(float(total.blocks), 1.0)
     return {
         "loss": float(total.weighted_loss) / max(float(total.weight), 1e-6),

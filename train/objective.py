@@ -174,9 +174,7 @@ def objective(
     context_kv = draft.context_kv(draft.context(features), rows.positions)
     anchors, keep = sample_anchors(key, rows, config.anchors)
     if config.anchors % config.anchor_group:
-        raise ValueError(
-            f"anchor_group {config.anchor_group} must divide anchors {config.anchors}"
-        )
+        raise ValueError(f"anchor_group {config.anchor_group} must divide anchors {config.anchors}")
     groups = config.anchors // config.anchor_group
 
     def grouped(values):  # [Z, A] -> [groups, Z, group]

@@ -66,7 +66,9 @@ def run_all(
     slots = engine.config.max_num_seqs
     exhausted, finished, tokens = False, 0, 0
     while True:
-        while not exhausted and len(answers) < slots:
+        # Prefill many at once: a refill of every freed slot would prefill almost empty batches.
+        refill = len(answers) <= slots - max(slots // 8, 1)
+        while refill and not exhausted and len(answers) < slots:
             request = next(pending, None)
             if request is None or time.perf_counter() - started > seconds:
                 exhausted = True

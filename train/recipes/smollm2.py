@@ -27,7 +27,13 @@ SMOLLM2 = Recipe(
         SamplingParams(temperature=0.0, max_new_tokens=256),
         SamplingParams(temperature=1.0, max_new_tokens=256),
     ),
-    engine=EngineConfig(max_num_seqs=1024, max_model_len=512, prefill_tokens=32_768, seed=1),
+    engine=EngineConfig(
+        max_num_seqs=1024,
+        max_model_len=512,
+        prefill_tokens=32_768,
+        batch_buckets=(128, 1024),
+        seed=1,
+    ),
     row_length=1024,
     loop=LoopConfig(
         objective=ObjectiveConfig(anchors=128, gamma=7.0, anchor_group=16),
