@@ -11,18 +11,19 @@ from collections.abc import Generator, Sequence
 
 import jax
 import uvicorn
+from prometheus_client import disable_created_metrics
 
 from dflash_jax.generate import LLM, load
-from dflash_jax.serve.app import AppConfig, create_app
+from dflash_jax.serve.api import ApiConfig
+from dflash_jax.serve.app import create_app
 from dflash_jax.serve.args import ServeArgs, parse_args
 from dflash_jax.serve.async_engine import AsyncEngine
 from dflash_jax.serve.metrics import Metrics
-from dflash_jax.serve.prompts import encode
-from dflash_jax.serve.selftest import PROMPT, SelfTest, run_self_test
+from dflash_jax.serve.selftest import SelfTest, canned_prompt, run_self_test
 
 logger = logging.getLogger("dflash_jax.serve")
 
-HONOURED_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+HONOURED_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "do_sample")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,12 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    if args.log_level != "debug":
+        logging.getLogger("jax").setLevel(logging.WARNING)  # it lists the backends it does not find
+    disable_created_metrics()  # a second series for every counter, of use to nobody
     jax.config.update("jax_compilation_cache_dir", str(args.compilation_cache_dir))
     return asyncio.run(serve(args))
 
 
 async def serve(args: ServeArgs) -> int:
     """Until a signal. 0: stopped as asked; 1: the engine failed, at start or later."""
+
     def prepare() -> LLM:
         llm, self_test = start_up(args)
         metrics.self_test(self_test)
@@ -47,7 +52,7 @@ async def serve(args: ServeArgs) -> int:
 
     engine = AsyncEngine(prepare, max_queued=args.max_queued_requests)
     metrics = Metrics(lambda: engine.snapshot)
-    config = AppConfig(
+    config = ApiConfig(
         model_name=args.served_model_name,
         api_key=args.api_key,
         max_request_bytes=args.max_request_bytes,
@@ -135,8 +140,7 @@ def start_up(args: ServeArgs) -> tuple[LLM, SelfTest]:
     started = time.perf_counter()
     engine.warm_up(lambda line: logger.info("%s", line))
     logger.info("compiled everything in %.1f s", time.perf_counter() - started)
-    prompt = encode(llm.tokenizer, PROMPT, add_special_tokens=True)
-    return llm, run_self_test(engine, prompt)
+    return llm, run_self_test(engine, canned_prompt(llm.tokenizer))
 
 
 if __name__ == "__main__":

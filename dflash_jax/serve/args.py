@@ -23,9 +23,10 @@ class _Once(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         given = vars(namespace).setdefault("_given", {})
-        before = given.setdefault(self.dest, (option_string, values))
-        if before[1] != values:
+        before = given.get(self.dest)
+        if before is not None and before[1] != values:
             parser.error(f"{before[0]} {before[1]} and {option_string} {values} contradict")
+        given[self.dest] = option_string, values
         setattr(namespace, self.dest, values)
 
 

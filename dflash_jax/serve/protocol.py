@@ -4,7 +4,7 @@ import logging
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dflash_jax.request import SamplingParams
 from dflash_jax.serve.errors import ApiError
@@ -72,8 +72,8 @@ NO_EFFECT = frozenset(
 
 RequestId = Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")]
 # One wrong item is enough: a million error records would cost more than the request.
-Texts = Annotated[list[str], FailFast()]
-TokenIds = Annotated[list[int], FailFast()]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 _warned: set[str] = set()
 
 
@@ -132,6 +132,8 @@ class Sampling(Body):
             value = getattr(self, field)
             return defaults.get(field, fallback) if value is None else value
 
+        greedy = defaults.get("do_sample") is False  # then its temperature is not in use
+        temperature = 0.0 if greedy and self.temperature is None else pick("temperature", 1.0)
         ids = tuple(self.stop_token_ids or ())
         if len(ids) > MAX_STOP_IDS:
             raise ApiError(
@@ -139,7 +141,7 @@ class Sampling(Body):
             )
         try:
             return SamplingParams(
-                temperature=pick("temperature", 1.0),
+                temperature=temperature,
                 top_p=pick("top_p", 1.0),
                 top_k=pick("top_k", 0),
                 min_p=pick("min_p", 0.0),
@@ -188,7 +190,7 @@ class Message(Body):
     """Further fields (name, ...) reach the chat template as they are."""
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | Annotated[list[TextPart], FailFast()]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     def for_template(self) -> dict[str, Any]:
         """Text parts joined by line breaks. Raises ApiError on parts that are not text."""
@@ -208,14 +210,14 @@ class Message(Body):
 
 
 class ChatRequest(OpenAIRequest):
-    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
 
 
 class CompletionRequest(OpenAIRequest):
-    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], FailFast()]
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
 class NativeSampling(Sampling):
@@ -228,7 +230,7 @@ class NativeRequest(Body):
     """SGLang's /generate."""
 
     text: str | Texts | None = None
-    input_ids: TokenIds | Annotated[list[TokenIds], FailFast()] | None = None
+    input_ids: TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
     sampling_params: NativeSampling | None = None
     stream: bool | None = None
     rid: RequestId | None = None
@@ -237,7 +239,7 @@ class NativeRequest(Body):
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], FailFast()] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

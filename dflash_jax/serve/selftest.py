@@ -6,13 +6,16 @@ import logging
 from collections.abc import Iterator
 
 import jax.numpy as jnp
+from transformers import PreTrainedTokenizerFast
 
 from dflash_jax.engine import Engine
 from dflash_jax.request import Request, SamplingParams
+from dflash_jax.serve.prompts import encode, render_chat
+from dflash_jax.serve.protocol import Message
 
 logger = logging.getLogger(__name__)
 
-PROMPT = "Question: what is 17 + 25? Answer step by step, then count from 1 to 20.\nAnswer:"
+PROMPT = "What is 17 + 25? Answer step by step, then count from 1 to 20."
 TOKENS = 48
 
 
@@ -25,6 +28,14 @@ class SelfTest:
     accept_length: float
     speculative_step: float
     plain_step: float
+
+
+def canned_prompt(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """A chat where the model has a template, for that is what drafts are trained on."""
+    if not tokenizer.chat_template:
+        return encode(tokenizer, PROMPT, add_special_tokens=True)
+    text = render_chat(tokenizer, [Message(role="user", content=PROMPT)])
+    return encode(tokenizer, text, add_special_tokens=False)
 
 
 def run_self_test(engine: Engine, prompt_ids: tuple[int, ...]) -> SelfTest:
