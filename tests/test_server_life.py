@@ -1,10 +1,10 @@
-"""The server's life: starting, full, failing, draining; and a real process from start to SIGTERM."""
+"""The server's life: starting, full, failing, draining; and a real process to SIGTERM."""
 
 import asyncio
 import concurrent.futures
 import json
-import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -158,17 +158,19 @@ def test_the_key_is_asked_for_everywhere_but_health(gate):
 
 
 def test_draining_refuses_new_requests_and_finishes_old_ones(gate):
-    with run_server(lambda: gate.llm) as server:
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            future = pool.submit(server.post, "/v1/completions", LONG)
-            wait_until(server.engine.live_ids)
-            drained = asyncio.run_coroutine_threadsafe(server.engine.drain(30), server.loop)
-            wait_until(lambda: server.get("/health").json()["status"] == "draining")
-            response = server.post("/v1/completions", SHORT)
-            assert response.status_code == 503 and "draining" in response.text
-            gate.open.set()
-            assert future.result().json()["usage"]["completion_tokens"] == 100
-            assert drained.result()
+    with (
+        run_server(lambda: gate.llm) as server,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        future = pool.submit(server.post, "/v1/completions", LONG)
+        wait_until(server.engine.live_ids)
+        drained = asyncio.run_coroutine_threadsafe(server.engine.drain(30), server.loop)
+        wait_until(lambda: server.get("/health").json()["status"] == "draining")
+        response = server.post("/v1/completions", SHORT)
+        assert response.status_code == 503 and "draining" in response.text
+        gate.open.set()
+        assert future.result().json()["usage"]["completion_tokens"] == 100
+        assert drained.result()
 
 
 def test_draining_cuts_off_what_takes_too_long(gate):
@@ -188,12 +190,11 @@ class Process:
     """``python -m dflash_jax.serve`` with its log."""
 
     def __init__(self, *flags: str):
-        command = [sys.executable, "-m", "dflash_jax.serve", "--port", "0", *flags]
+        port = () if "--port" in flags else ("--port", "0")
+        command = [sys.executable, "-m", "dflash_jax.serve", *port, *flags]
         root = Path(__file__).parents[1]
         self.log: list[str] = []
-        self.popen = subprocess.Popen(
-            command, cwd=root, stderr=subprocess.PIPE, text=True, env={**os.environ}
-        )
+        self.popen = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -250,6 +251,29 @@ def test_a_process_from_start_to_sigterm(folders, request):
     assert "speculation equals plain decoding" in log
     for phase in ("loading", "loaded", "compiled prefill", "ready", "stopping", "stopped"):
         assert phase in log
+
+
+def test_sigterm_while_starting_exits_0(folders, tmp_path):
+    target, draft = folders
+    process = Process(
+        "--model", str(target), "--draft", str(draft), "--compilation-cache-dir", str(tmp_path)
+    )  # fmt: skip
+    try:
+        wait_until(lambda: any("requests at once" in line for line in process.log))
+        process.popen.send_signal(signal.SIGTERM)
+        code, log = process.end()
+    finally:
+        process.popen.kill()
+        process.popen.wait()
+    assert code == 0, log
+
+
+def test_a_port_in_use_is_said():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = Process("--port", str(taken.getsockname()[1]))
+        code, log = process.end()
+    assert code == 1
+    assert "cannot listen on 127.0.0.1" in log and "Traceback" not in log
 
 
 def test_a_process_that_cannot_load_exits_1(tmp_path):

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -44,6 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def serve(args: ServeArgs) -> int:
     """Until a signal. 0: stopped as asked; 1: the engine failed, at start or later."""
 
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    try:
+        listener = socket.create_server((args.host, args.port), family=family, backlog=2048)
+    except OSError as error:
+        logger.error("cannot listen on %s, port %d: %s", args.host, args.port, error)
+        return 1
+
     def prepare() -> LLM:
         llm, self_test = start_up(args)
         metrics.self_test(self_test)
@@ -61,8 +70,6 @@ async def serve(args: ServeArgs) -> int:
     server = Server(
         uvicorn.Config(
             create_app(engine, metrics, config),
-            host=args.host,
-            port=args.port,
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -79,16 +86,12 @@ async def serve(args: ServeArgs) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop_now)
-    serving = asyncio.create_task(server.serve())
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
     settled = asyncio.create_task(engine.settled.wait())
     await asyncio.wait((serving, stopping, settled), return_when=asyncio.FIRST_COMPLETED)
-    if serving.done():  # it could not listen, and has said why
-        await serving
-        return 1
     if engine.status == "ready":
-        port = server.servers[0].sockets[0].getsockname()[1]
-        logger.info("ready: http://%s:%d", args.host, port)
+        logger.info("ready: http://%s:%d", args.host, listener.getsockname()[1])
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     logger.info("stopping: running requests get %g s", args.shutdown_timeout)
     if not await engine.drain(args.shutdown_timeout):
@@ -96,7 +99,12 @@ async def serve(args: ServeArgs) -> int:
     server.should_exit = True
     await serving
     logger.info("stopped")
-    return 1 if engine.status == "failed" else 0
+    status = 1 if engine.status == "failed" else 0
+    if engine.busy:
+        # Still compiling, or a device that hangs: the interpreter would abort under the thread.
+        logging.shutdown()
+        os._exit(status)
+    return status
 
 
 class Server(uvicorn.Server):

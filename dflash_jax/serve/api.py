@@ -55,6 +55,12 @@ class ApiConfig:
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def _answer_of(request_id: str) -> str:
+    """The prompts of one answer are requests of their own, "<answer>/<n>"; a client's own id has
+    no slash."""
+    return request_id.partition("/")[0]
+
+
 class Api:
     """The endpoints."""
 
@@ -75,6 +81,7 @@ class Api:
             # The template writes the special tokens that the model wants.
             return encode(tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
 
+        self._engine.check_room(1)  # before any work is done for it
         prompts = [await asyncio.to_thread(prompt)]
         name, asked = "max_completion_tokens", body.max_completion_tokens
         if asked is None:
@@ -111,7 +118,7 @@ class Api:
         if body.stream:
             events = shape.events(changes, answers, include_usage=include_usage)
             return EventStream(events, generation.close)
-        return await self._whole(http, changes, lambda: shape.whole(answers))
+        return await self._whole(http, generation, changes, lambda: shape.whole(answers))
 
     async def generate(self, http: HttpRequest) -> Response:
         body = await self._read(http, NativeRequest)
@@ -133,17 +140,25 @@ class Api:
         if body.stream:
             return EventStream(native_events(changes, answers, many=many), generation.close)
         objects = lambda: [native(answer) for answer in answers]  # noqa: E731
-        return await self._whole(http, changes, objects if many else lambda: objects()[0])
+        answer = objects if many else lambda: objects()[0]
+        return await self._whole(http, generation, changes, answer)
 
     async def _whole(
-        self, http: HttpRequest, changes: AsyncIterator[Any], answer: Callable[[], Any]
+        self,
+        http: HttpRequest,
+        generation: Generation,
+        changes: AsyncIterator[Any],
+        answer: Callable[[], Any],
     ) -> Response:
         async def finish() -> Response:
             async for _ in changes:
                 pass
             return JSONResponse(answer())
 
-        response = await unless_disconnected(http.receive, finish())
+        try:
+            response = await unless_disconnected(http.receive, finish())
+        finally:
+            generation.close()
         return response or Response(status_code=GONE)
 
     async def _submit(
@@ -157,9 +172,11 @@ class Api:
         """Admit every prompt of one answer, or none."""
         served = self._engine.served
         assert served.tokenizer is not None
+        if any(_answer_of(i) == answer_id for i in self._engine.live_ids()):
+            raise ApiError(400, f"request id {answer_id!r} is in use", param="request_id")
         many = len(prompts) > 1
         requests = [
-            Request(f"{answer_id}-{i}" if many else answer_id, ids, params)
+            Request(f"{answer_id}/{i}" if many else answer_id, ids, params)
             for i, ids in enumerate(prompts)
         ]
         answers = [
@@ -205,10 +222,7 @@ class Api:
 
         several = isinstance(source, list) and source and not isinstance(source[0], int)
         items = list(source) if several and source else [source]
-        if len(items) > self._engine.capacity:
-            raise ApiError(
-                400, f"{len(items)} prompts; accepted: {self._engine.capacity}", param=param
-            )
+        self._engine.check_room(len(items))  # before any work is done for them
         prompts = await asyncio.to_thread(lambda: [one(item or "") for item in items])
         if not all(prompts):
             raise ApiError(400, "a prompt is empty; give at least one token", param=param)
@@ -254,12 +268,8 @@ class Api:
         wanted = body.request_id or body.rid
         if not wanted and not body.abort_all:
             raise ApiError(400, "give request_id, or abort_all: true", param="request_id")
-        # The prompts of one answer are requests of their own, "<id>-<n>".
-        ids = [
-            i
-            for i in self._engine.live_ids()
-            if body.abort_all or i == wanted or i.rpartition("-")[0] == wanted
-        ]
+        live = self._engine.live_ids()
+        ids = [i for i in live if body.abort_all or _answer_of(i) == wanted]
         return JSONResponse({"aborted": [i for i in ids if self._engine.abort(i)]})
 
     async def models(self, _: HttpRequest) -> Response:

@@ -9,12 +9,13 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dflash_jax.serve.api import Api, ApiConfig
+from dflash_jax.serve.api import GONE, Api, ApiConfig
 from dflash_jax.serve.async_engine import AsyncEngine
 from dflash_jax.serve.errors import ApiError
 from dflash_jax.serve.metrics import Metrics
@@ -62,11 +63,19 @@ def create_app(engine: AsyncEngine, metrics: Metrics, config: ApiConfig) -> Star
         metrics.rejected.labels(str(answer.status)).inc()
         return JSONResponse(answer.body(), answer.status, headers=answer.headers)
 
+    def gone(_: HttpRequest, error: Exception) -> Response:
+        return Response(status_code=GONE)  # left while sending its body
+
     return Starlette(
         routes=routes,
         lifespan=lifespan,
         middleware=[Middleware(RequireKey, key=config.api_key)] if config.api_key else [],
-        exception_handlers={ApiError: refused, HTTPException: refused, 500: refused},
+        exception_handlers={
+            ApiError: refused,
+            HTTPException: refused,
+            ClientDisconnect: gone,
+            500: refused,
+        },
     )
 
 

@@ -135,24 +135,26 @@ class AsyncEngine:
         return self._served
 
     @property
-    def capacity(self) -> int:
-        """Requests that may be in the server at once, running or waiting."""
-        return self.served.engine.config.max_num_seqs + self._max_queued
+    def busy(self) -> bool:
+        """Whether the thread still runs; a compilation cannot be interrupted."""
+        return self._thread.is_alive()
 
-    async def submit(self, requests: list[Request]) -> Generation:
-        """Admit all or none. Raises ApiError: 400 for what cannot run, 429 when full, 503."""
-        if len(requests) > self.capacity:
-            raise ApiError(400, f"{len(requests)} prompts at once; accepted: {self.capacity}")
-        taken = next((r.id for r in requests if r.id in self._live), None)
-        if taken is not None:
-            raise ApiError(400, f"request id {taken!r} is in use", param="request_id")
-        if len(self._live) + len(requests) > self.capacity:
+    def check_room(self, requests: int) -> None:
+        """Raises ApiError: 400 for more requests than ever fit, 429 while they do not, 503."""
+        capacity = self.served.engine.config.max_num_seqs + self._max_queued
+        if requests > capacity:
+            raise ApiError(400, f"{requests} prompts at once; accepted: {capacity}", param="prompt")
+        if len(self._live) + requests > capacity:
             raise ApiError(
                 429,
                 f"the server is full: {len(self._live)} requests are running or waiting",
                 code="queue_full",
                 retry_after=1,
             )
+
+    async def submit(self, requests: list[Request]) -> Generation:
+        """Admit all or none. Raises ApiError: 400 for what cannot run, 429 when full, 503."""
+        self.check_room(len(requests))
         assert self._loop is not None
         generation = Generation(self, [r.id for r in requests])
         added = [self._loop.create_future() for _ in requests]

@@ -112,10 +112,10 @@ class Metrics:
     def watch_compilations(self) -> Callable[[], None]:
         """Count compilations from now on, on any thread; returns the function that ends it."""
 
-        def listen(event: str, duration: float, **_: str | int) -> None:
+        def listen(event: str, duration_secs: float, **_: str | int) -> None:
             if event == COMPILED:
                 self.compilations.inc()
-                logger.warning("a program was compiled while serving, in %.1f s", duration)
+                logger.warning("a program was compiled while serving, in %.1f s", duration_secs)
 
         jax.monitoring.register_event_duration_secs_listener(listen)
         return lambda: jax.monitoring.unregister_event_duration_listener(listen)

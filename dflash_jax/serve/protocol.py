@@ -40,6 +40,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "truncate_prompt_tokens": (),
     "continue_final_message": (False,),
+    "continuous_usage_stats": (False,),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -65,7 +66,7 @@ that ask for nothing."""
 NO_EFFECT = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "parallel_tool_calls", "spaces_between_special_tokens", "priority", "reasoning_effort",
+        "parallel_tool_calls", "spaces_between_special_tokens", "priority", "include_obfuscation",
     }
 )  # fmt: skip
 """Fields that change nothing here and are passed over silently."""
@@ -157,8 +158,6 @@ class Sampling(Body):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
 
 
 class OpenAIRequest(Sampling):

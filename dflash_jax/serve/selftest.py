@@ -63,6 +63,8 @@ def run_self_test(engine: Engine, prompt_ids: tuple[int, ...]) -> SelfTest:
         len(tokens), length, 1e3 * step, 1e3 * plain_step, speed_up,
         "equals" if result.equal else f"differs at token {same} from",
     )  # fmt: skip
+    if speed_up < 1:
+        logger.warning("self-test: speculation is slower than plain decoding here")
     if not result.equal and engine.pair.dtype == jnp.float32:
         logger.error(
             "self-test: speculation and plain decoding differ in float32 at token %d; that is "
