@@ -197,9 +197,11 @@ class Api:
     def _params(
         self, sampling: Sampling, max_tokens: int | None, seed: int | None, name: str
     ) -> SamplingParams:
+        """A max_tokens beyond the context's end is no error: the engine stops there, with finish
+        reason "length"."""
         served = self._engine.served
         if max_tokens is None:
-            max_tokens = served.engine.max_model_len  # the engine stops at the context's end
+            max_tokens = served.engine.max_model_len
         return sampling.params(
             max_tokens=max_tokens, seed=seed, defaults=served.defaults, name=name
         )
