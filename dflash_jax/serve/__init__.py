@@ -1,0 +1,1 @@
+"""The server: ``python -m dflash_jax.serve``."""

@@ -1,0 +1,286 @@
+"""The server's flags: one frozen dataclass, from which the parser is generated.
+
+A flag is written once, with every name that users of vLLM and SGLang know it by.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from dflash_jax.embedded import default_cache_dir
+from dflash_jax.engine import EngineConfig
+from dflash_jax.speculative import DraftSampling
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class _Once(argparse.Action):
+    """Aliases may repeat a value, not contradict it."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        given = vars(namespace).setdefault("_given", {})
+        before = given.get(self.dest)
+        if before is not None and before[1] != values:
+            parser.error(f"{before[0]} {before[1]} and {option_string} {values} contradict")
+        given[self.dest] = option_string, values
+        setattr(namespace, self.dest, values)
+
+
+def _speculative_config(text: str) -> dict[str, Any]:
+    """vLLM's JSON object. Raises ArgumentTypeError naming the key and what is accepted."""
+    kinds = {"method": str, "model": str, "num_speculative_tokens": int}
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    for key, value in config.items():
+        if key not in kinds:
+            raise argparse.ArgumentTypeError(f"unknown key {key!r}; accepted: {', '.join(kinds)}")
+        if type(value) is not kinds[key]:
+            raise argparse.ArgumentTypeError(
+                f"{key} must be of type {kinds[key].__name__}, got {value!r}"
+            )
+    if config.get("method", "dflash") != "dflash":
+        raise argparse.ArgumentTypeError(f"method must be dflash, got {config['method']!r}")
+    return config
+
+
+def _flag(help: str, *names: str, default: Any = None, type: Any = str, **options: Any) -> Any:
+    argument = {"help": help, "names": names, "type": type, **options}
+    return dataclasses.field(default=default, metadata=argument)
+
+
+def _choices(literal: Any) -> dict[str, Any]:
+    return {"choices": get_args(literal)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeArgs:
+    """Raises ValueError naming flags that cannot go together, and why."""
+
+    model: str | None = _flag(
+        "target: HF folder, .gguf file or hub name; without it the embedded pair is served",
+        "--model", "--model-path",
+    )  # fmt: skip
+    draft: str | None = _flag(
+        "DFlash draft: folder or hub name; without it --model decodes plainly",
+        "--draft", "--speculative-draft-model-path",
+    )  # fmt: skip
+    block_size: int | None = _flag(
+        "block size b, the anchor included (default: the draft's)",
+        "--speculative-block-size", "--speculative-num-draft-tokens", type=int,
+    )  # fmt: skip
+    num_speculative_tokens: int | None = _flag(
+        "tokens drafted in a cycle, b - 1", "--num-speculative-tokens", type=int
+    )
+    speculative_config: dict[str, Any] | None = _flag(
+        "vLLM's JSON: method dflash, model, num_speculative_tokens",
+        "--speculative-config", type=_speculative_config,
+    )  # fmt: skip
+    draft_sampling: DraftSampling = _flag(
+        "how drafts are taken; the output is the same",
+        "--draft-sampling", default="argmax", **_choices(DraftSampling),
+    )  # fmt: skip
+    disable_speculation: bool = _flag(
+        "decode plainly", "--disable-speculation", default=False, type=bool
+    )
+    host: str = _flag("address to listen on", "--host", default="127.0.0.1")
+    port: int = _flag("port to listen on; 0: any free one", "--port", default=8000, type=int)
+    api_key: str | None = _flag("clients must send it as a bearer token", "--api-key")
+    served_model_name: str | None = _flag("name in the API", "--served-model-name")
+    max_model_len: int | None = _flag(
+        "longest prompt and output together (default: the target's)",
+        "--max-model-len", "--context-length", type=int,
+    )  # fmt: skip
+    max_num_seqs: int = _flag(
+        "requests that run at once",
+        "--max-num-seqs", "--max-running-requests", default=8, type=int,
+    )  # fmt: skip
+    max_queued_requests: int = _flag(
+        "requests that may wait; more are answered 429",
+        "--max-queued-requests", default=128, type=int,
+    )  # fmt: skip
+    prefill_tokens: int = _flag(
+        "most tokens of one prefill step",
+        "--max-num-batched-tokens", "--chunked-prefill-size", default=512, type=int,
+    )  # fmt: skip
+    page_size: int = _flag("tokens of a KV page", "--page-size", default=16, type=int)
+    dtype: Dtype = _flag(
+        "auto: float32 on CPU, bfloat16 on GPU and TPU", "--dtype", default="auto",
+        **_choices(Dtype),
+    )  # fmt: skip
+    tensor_parallel_size: int = _flag(
+        "devices that share one copy of the model",
+        "--tensor-parallel-size", "--tp-size", "-tp", default=1, type=int,
+    )  # fmt: skip
+    data_parallel_size: int = _flag(
+        "copies of the model", "--data-parallel-size", "--dp-size", "-dp", default=1, type=int
+    )
+    seed: int | None = _flag(
+        "makes the seeds of unseeded requests repeatable (default: entropy)", "--seed", type=int
+    )
+    chat_template: Path | None = _flag(
+        "Jinja file used in place of the tokenizer's template", "--chat-template", type=Path
+    )
+    compilation_cache_dir: Path = _flag(
+        "where compiled programs are kept between starts", "--compilation-cache-dir",
+        default=default_cache_dir() / "xla", type=Path,
+    )  # fmt: skip
+    max_request_bytes: int = _flag(
+        "larger bodies are answered 413", "--max-request-bytes", default=8 * 2**20, type=int
+    )
+    shutdown_timeout: float = _flag(
+        "seconds that running requests get to finish after SIGTERM",
+        "--shutdown-timeout", default=30.0, type=float,
+    )  # fmt: skip
+    log_level: LogLevel = _flag(
+        "how much is logged", "--log-level", default="info", **_choices(LogLevel)
+    )
+    print_config: bool = _flag(
+        "print the settings as JSON and exit", "--print-config", default=False, type=bool
+    )
+
+    def __post_init__(self):
+        config = self.speculative_config or {}
+        self._agree("--draft", self.draft, "--speculative-config model", config.get("model"))
+        drafted = config.get("num_speculative_tokens")
+        self._agree(
+            "--num-speculative-tokens", self.num_speculative_tokens,
+            "--speculative-config num_speculative_tokens", drafted,
+        )  # fmt: skip
+        if drafted is None:
+            drafted = self.num_speculative_tokens
+        block = None if drafted is None else drafted + 1
+        self._agree(
+            "--speculative-block-size", self.block_size, "num_speculative_tokens + 1", block
+        )
+        object.__setattr__(self, "draft", self.draft or config.get("model"))
+        object.__setattr__(
+            self, "block_size", block if self.block_size is None else self.block_size
+        )
+        if self.block_size is not None and self.block_size < 2:
+            raise ValueError(
+                f"the block size must be at least 2 (the anchor and one draft), got "
+                f"{self.block_size}; --disable-speculation decodes plainly"
+            )
+        if self.disable_speculation and (self.draft or self.block_size or config):
+            raise ValueError(
+                "--disable-speculation contradicts --draft, block size and --speculative-config"
+            )
+        if self.model and not self.draft and (self.block_size or config):
+            raise ValueError("a block size needs a draft: give --draft with --model")
+        for name in (
+            "max_num_seqs", "prefill_tokens", "page_size", "tensor_parallel_size",
+            "data_parallel_size", "max_request_bytes",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{_names(name)} must be at least 1, got {getattr(self, name)}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"--max-model-len must be at least 2, got {self.max_model_len}")
+        if self.max_queued_requests < 0 or not 0 <= self.shutdown_timeout < float("inf"):
+            raise ValueError("--max-queued-requests and --shutdown-timeout must be at least 0")
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"--port must be in 0..65535, got {self.port}")
+        if self.api_key == "":
+            raise ValueError("--api-key is empty; leave it out to serve without a key")
+        if self.chat_template is not None and not self.chat_template.is_file():
+            raise ValueError(f"--chat-template: there is no file {self.chat_template}")
+
+    @staticmethod
+    def _agree(name: str, value: Any, other_name: str, other: Any) -> None:
+        if value is not None and other is not None and value != other:
+            raise ValueError(f"{name} is {value} and {other_name} is {other}: they contradict")
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            page_size=self.page_size,
+            prefill_tokens=self.prefill_tokens,
+            block_size=self.block_size,
+            draft_sampling=self.draft_sampling,
+            speculation=not self.disable_speculation,
+            seed=self.seed,
+        )
+
+    def public(self) -> dict[str, Any]:
+        """Every setting in JSON's types, the API key masked."""
+        values = dataclasses.asdict(self)
+        values["api_key"] = None if self.api_key is None else "***"
+        return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
+
+
+LATER: dict[tuple[str, ...], tuple[tuple[str, ...], str]] = {
+    ("--kv-cache-dtype",): (("auto",), "the KV cache has the model's dtype"),
+    ("--memory-fraction", "--gpu-memory-utilization", "--mem-fraction-static"): (
+        (),
+        "the KV cache holds --max-num-seqs sequences of --max-model-len; set these two",
+    ),
+    ("--pipeline-parallel-size", "--pp-size"): (("1",), "use --tensor-parallel-size"),
+    ("--quantization",): (("none",), "weights are run in --dtype"),
+    ("--tokenizer", "--tokenizer-path"): ((), "the tokenizer is read from --model"),
+}
+"""Known flags that are not honoured: the values that change nothing, and what holds instead."""
+
+NO_EFFECT = (
+    "--disable-prefix-cache",
+    "--no-enable-prefix-caching",
+    "--disable-radix-cache",
+    "--enable-chunked-prefill",
+)
+"""Known switches for what is so anyway: there is no prefix cache, and prefill is chunked."""
+
+
+class _Later(argparse.Action):
+    def __init__(self, *args, neutral: tuple[str, ...], reason: str, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.neutral, self.reason = neutral, reason
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if values not in self.neutral:
+            accepted = f"; accepted: {', '.join(self.neutral)}" if self.neutral else ""
+            parser.error(f"{option_string} {values} is not supported: {self.reason}{accepted}")
+
+
+def _names(field_name: str) -> str:
+    field = next(f for f in dataclasses.fields(ServeArgs) if f.name == field_name)
+    return field.metadata["names"][0]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_jax.serve",
+        description="Serve a target and its DFlash draft over OpenAI's API and SGLang's /generate.",
+        allow_abbrev=False,
+    )
+    for field in dataclasses.fields(ServeArgs):
+        options = dict(field.metadata)
+        names, kind = options.pop("names"), options.pop("type")
+        shared = {"dest": field.name, "default": field.default}
+        if kind is bool:
+            parser.add_argument(*names, action="store_true", **shared, **options)
+        else:
+            parser.add_argument(*names, action=_Once, type=kind, **shared, **options)
+    hidden: dict[str, Any] = {"dest": "_later", "help": argparse.SUPPRESS}
+    hidden["default"] = argparse.SUPPRESS
+    for names, (neutral, reason) in LATER.items():
+        parser.add_argument(*names, action=_Later, neutral=neutral, reason=reason, **hidden)
+    parser.add_argument(*NO_EFFECT, action="store_true", **hidden)
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> ServeArgs:
+    """Exits with the reason, as argparse does, on unknown, wrong or contradicting flags."""
+    parser = make_parser()
+    namespace = vars(parser.parse_args(argv))
+    values = {field.name: namespace[field.name] for field in dataclasses.fields(ServeArgs)}
+    try:
+        return ServeArgs(**values)
+    except ValueError as error:
+        parser.error(str(error))

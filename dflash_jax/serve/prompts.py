@@ -1,0 +1,57 @@
+"""From messages and text to token ids. Safe to call from several threads at once."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerFast
+
+from dflash_jax.serve.errors import ApiError
+from dflash_jax.serve.protocol import Message
+
+RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerFast, text: str, *, add_special_tokens: bool
+) -> tuple[int, ...]:
+    # The backend: transformers' own call sets truncation on the shared tokenizer, and two threads
+    # would meet there.
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return tuple(encoding.ids)
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    kwargs: dict[str, Any] | None = None,
+) -> str:
+    """The conversation as the model's chat template writes it (special tokens included).
+
+    Raises ApiError 400 without a template, and with the template's own complaint.
+    """
+    if not tokenizer.chat_template:
+        raise ApiError(
+            400, "the model has no chat template; use /v1/completions or start with --chat-template"
+        )
+    kwargs = kwargs or {}
+    reserved = next((name for name in kwargs if name in RESERVED), None)
+    if reserved is not None:
+        raise ApiError(
+            400, f"chat_template_kwargs: {reserved!r} is not the template's to have",
+            param="chat_template_kwargs",
+        )  # fmt: skip
+    conversation = [message.for_template() for message in messages]
+    try:
+        text = tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:
+        raise ApiError(
+            400, f"the chat template refuses these messages: {error}", param="messages"
+        ) from error
+    assert isinstance(text, str)
+    return text
