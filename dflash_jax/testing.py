@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import TransformerConfig
 from dflash_jax.decoder import Pair, PairParams
-from dflash_jax.layers import Attend
 from dflash_jax.request import SamplingParams
 from dflash_jax.sampling import SamplingRows, filter_logits, gumbel_noise
 

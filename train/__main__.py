@@ -7,6 +7,7 @@ evaluate    real decoding on the evaluation prompts  -> WORK/evaluation.json
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import time
@@ -18,8 +19,10 @@ import jax.numpy as jnp
 import dflash_jax
 from dflash_jax.checkpoint import export_draft
 from dflash_jax.decoder import Pair
+from dflash_jax.engine import Engine
 from dflash_jax.generate import LLM
 from dflash_jax.request import SamplingParams
+from dflash_jax.speculative import DraftSampling
 from train.data import pack, read_samples
 from train.evaluate import evaluate
 from train.loop import train
@@ -28,6 +31,13 @@ from train.recipes import RECIPES, Recipe
 from train.regenerate import regenerate, self_written_prompts
 
 STAGES = ("regenerate", "train", "evaluate")
+# (block size, how draft tokens are taken, temperatures), the shipped setting first
+EVALUATED: tuple[tuple[int, DraftSampling, tuple[float, ...]], ...] = (
+    (16, "argmax", (0.0, 1.0)),
+    (16, "coupled", (1.0,)),
+    (8, "argmax", (0.0,)),
+    (4, "argmax", (0.0,)),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -123,38 +133,33 @@ def _evaluate(recipe: Recipe, options: argparse.Namespace) -> None:
     by_source: dict[str, list[str]] = {}
     for prompt in _read_prompts(options.evaluation):
         by_source.setdefault(prompt.source, []).append(prompt.text)
+    llm = _load(recipe, options, draft=options.work / "draft", engine=recipe.evaluation)
     results = []
-    for block_size in (16, 8, 4):
-        for temperature, draft_sampling in ((0.0, "argmax"), (1.0, "argmax"), (1.0, "coupled")):
-            engine = dflash_jax.EngineConfig(
-                max_num_seqs=128,
-                batch_buckets=(16, 128),
-                max_model_len=2048,
-                block_size=min(block_size, recipe.block_size),
-                draft_sampling=draft_sampling,  # pyright: ignore[reportArgumentType]
-                prefill_tokens=8192,
+    for block_size, draft_sampling, temperatures in EVALUATED:
+        engine = dataclasses.replace(
+            recipe.evaluation, block_size=block_size, draft_sampling=draft_sampling
+        )
+        llm = LLM(
+            Engine(llm.pair, llm.engine.params, engine), llm.tokenizer, llm.name, llm.defaults
+        )
+        for temperature, (source, texts) in itertools.product(temperatures, by_source.items()):
+            sampling = SamplingParams(
+                temperature=temperature, max_new_tokens=options.max_new_tokens
             )
-            llm = _load(recipe, options, draft=options.work / "draft", engine=engine)
-            for source, texts in by_source.items():
-                sampling = SamplingParams(
-                    temperature=temperature, max_new_tokens=options.max_new_tokens
-                )
-                result = evaluate(llm, texts, sampling)
-                record = {
-                    "source": source,
-                    "block_size": block_size,
-                    "temperature": temperature,
-                    "draft_sampling": draft_sampling,
-                    **result.json(),
-                }
-                results.append(record)
-                print(
-                    f"b {block_size} T {temperature} {draft_sampling} {source}: "
-                    f"tau {result.tau:.3f} (raw {result.raw_tau:.3f}, "
-                    f"{result.looping:.0%} looping)",
-                    flush=True,
-                )
+            result = evaluate(llm, texts, sampling)
+            settings = {
+                "source": source,
+                "block_size": block_size,
+                "temperature": temperature,
+                "draft_sampling": draft_sampling,
+            }
+            results.append({**settings, **result.json()})
             (options.work / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n")
+            print(
+                f"b {block_size} T {temperature} {draft_sampling} {source}: tau {result.tau:.3f} "
+                f"(raw {result.raw_tau:.3f}, {result.looping:.0%} looping)",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

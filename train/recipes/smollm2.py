@@ -34,6 +34,9 @@ SMOLLM2 = Recipe(
         batch_buckets=(128, 1024),
         seed=1,
     ),
+    evaluation=EngineConfig(
+        max_num_seqs=128, max_model_len=2048, prefill_tokens=8192, batch_buckets=(128,)
+    ),
     row_length=1024,
     loop=LoopConfig(
         objective=ObjectiveConfig(anchors=128, gamma=7.0, anchor_group=16),
