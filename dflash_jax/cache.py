@@ -48,6 +48,20 @@ class DecodeState:
     lengths: Int[Array, "S"]
     anchors: Int[Array, "S"]
 
+    def advance(
+        self, slots: Int[Array, "B"], lengths: Int[Array, "B"], anchors: Int[Array, "B"]
+    ) -> "DecodeState":
+        """The rows' new lengths and anchors.
+
+        The padding slot stays empty: left to grow with every cycle, it would become the batch's
+        longest context, which attention reads to its end.
+        """
+        return dataclasses.replace(
+            self,
+            lengths=self.lengths.at[slots].set(lengths).at[-1].set(0),
+            anchors=self.anchors.at[slots].set(anchors),
+        )
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

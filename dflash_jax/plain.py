@@ -1,7 +1,5 @@
 """Plain decoding, one token a step: the oracle of every law, and what ``--no-draft`` runs."""
 
-import dataclasses
-
 import jax.numpy as jnp
 
 from dflash_jax.cache import Batch, DecodeState
@@ -23,9 +21,4 @@ def plain_step(
     state = inject(pair, params, state, batch, output.features, start, one)
     logits = pair.target.bind(params.target).logits(output.hidden)
     tokens = draw(logits, batch.sampling, start[:, None] + 1)
-    state = dataclasses.replace(
-        state,
-        lengths=state.lengths.at[batch.slots].set(start + 1),
-        anchors=state.anchors.at[batch.slots].set(tokens[:, 0]),
-    )
-    return state, Cycle(tokens, one)
+    return state.advance(batch.slots, start + 1, tokens[:, 0]), Cycle(tokens, one)

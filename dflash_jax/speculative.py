@@ -59,7 +59,7 @@ def prefill_step(
     drawn = draw(logits, batch.sampling, length[:, None])[:, 0]
     first = jnp.where(forced >= 0, forced, drawn)
     anchors = jnp.where(last, first, state.anchors[batch.slots])
-    return _advance(state, batch, length, anchors), anchors
+    return state.advance(batch.slots, length, anchors), anchors
 
 
 def speculative_step(
@@ -100,14 +100,5 @@ def speculative_step(
     count = accepted + 1
     state = inject(pair, params, state, batch, output.features, start, count)
     new_anchor = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
-    return _advance(state, batch, start + count, new_anchor), Cycle(tokens, count)
-
-
-def _advance(
-    state: DecodeState, batch: Batch, lengths: Int[Array, "B"], anchors: Int[Array, "B"]
-) -> DecodeState:
-    return dataclasses.replace(
-        state,
-        lengths=state.lengths.at[batch.slots].set(lengths),
-        anchors=state.anchors.at[batch.slots].set(anchors),
-    )
+    state = state.advance(batch.slots, start + count, new_anchor)
+    return state, Cycle(tokens, count)
