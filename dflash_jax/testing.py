@@ -6,18 +6,20 @@ no chunks, no kernels of ours; attention is ``jax.nn.dot_product_attention`` ove
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.config import TransformerConfig
+from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
 from dflash_jax.decoder import Pair, PairParams
 from dflash_jax.request import SamplingParams
 from dflash_jax.sampling import SamplingRows, filter_logits, gumbel_noise
+from dflash_jax.sharding import Sharding, make_mesh
 
 PADDING = 64  # the oracles compile once for every so many tokens
 GAP = 1e-4  # of the logit scale: float32 GEMMs of 1 and of b rows differ by less than this
@@ -238,6 +240,61 @@ def compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def pool_shapes(config: TransformerConfig, pages: int, page_size: int, heads: int) -> str:
-    """A pool's shape as HLO text writes it, e.g. ``f32[33,16,3,16]``."""
-    return f"f32[{pages},{page_size},{heads},{config.head_dim}]"
+# Pairs
+
+
+def tiny_pair(
+    *,
+    target: Mapping[str, Any] | None = None,
+    draft: Mapping[str, Any] | None = None,
+    sharding: Sharding | None = None,
+    seed: int = 0,
+) -> tuple[Pair, PairParams]:
+    """A random pair that compiles in a second; ``target`` and ``draft`` change fields.
+
+    Weights are large enough for features, positions and masks to move the logits.
+    """
+    shared = {
+        "vocab_size": 40,
+        "hidden_size": 24,
+        "intermediate_size": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "rope": RopeConfig(theta=1e4),
+        "max_position_embeddings": 256,
+    }
+    target_config = TargetConfig(
+        **{
+            **shared,
+            "num_layers": 3,
+            "architecture": "qwen3",
+            "tie_word_embeddings": False,
+            "qk_norm": True,
+            **(target or {}),
+        }
+    )
+    draft_fields = {
+        **shared,
+        "num_layers": 2,
+        "block_size": 4,
+        "mask_token_id": target_config.vocab_size - 1,
+        "target_layer_ids": (0, target_config.num_layers - 1),
+        "num_target_layers": target_config.num_layers,
+        "target_hidden_size": target_config.hidden_size,
+        "vocab_size": target_config.vocab_size,
+        "max_position_embeddings": target_config.max_position_embeddings,
+        **(draft or {}),
+    }
+    layers = draft_fields["num_layers"]
+    draft_config = DraftConfig(
+        **{"windows": (None,) * layers, "causal": (False,) * layers, **draft_fields}
+    )
+    placement = sharding or Sharding(make_mesh())
+    pair = Pair.of(target_config, draft_config, placement, jnp.dtype(jnp.float32))
+
+    def enlarged(leaf: Array) -> Array:
+        return leaf * 12 if leaf.ndim == 2 else leaf
+
+    return pair, jax.tree.map(enlarged, pair.init(seed))

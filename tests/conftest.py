@@ -1,5 +1,6 @@
 """Numerics as strict as JAX can be asked for, on four CPU devices, compiled once."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -11,12 +12,10 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from hypothesis import settings
 
+import dflash_jax
+from dflash_jax import EngineConfig
 from dflash_jax.config import TargetConfig
-
-# Machines are shared and first calls compile: a slow example is no fault.
-settings.register_profile("dflash_jax", deadline=None)
-settings.load_profile("dflash_jax")
-
+from dflash_jax.decoder import Pair, PairParams
 
 # Machines are shared and first calls compile: a slow example is no fault.
 settings.register_profile("dflash_jax", deadline=None)
@@ -32,6 +31,29 @@ def pytest_configure(config: pytest.Config) -> None:
     cache = config.cache.mkdir("jax_compilation") if config.cache else None
     jax.config.update("jax_compilation_cache_dir", str(cache) if cache else None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+class LoadGolden(Protocol):
+    def __call__(self, name: str, data: int = ..., model: int = ...) -> tuple[Pair, PairParams]: ...
+
+
+@pytest.fixture(scope="session")
+def load_golden() -> LoadGolden:
+    """A golden pair, on a mesh of data x model devices. Their drafts accept well."""
+
+    @functools.cache
+    def load(name: str, data: int = 1, model: int = 1) -> tuple[Pair, PairParams]:
+        folder = Path(__file__).parent / "goldens" / name
+        llm = dflash_jax.load(
+            folder / "target",
+            folder / "draft",
+            data_parallel=data,
+            model_parallel=model,
+            engine=EngineConfig(max_model_len=32),
+        )
+        return llm.pair, llm.engine.params
+
+    return load
 
 
 class WriteGGUF(Protocol):
