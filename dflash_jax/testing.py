@@ -77,7 +77,7 @@ def target_kv_oracle(
 
 
 def _padded(tokens: Sequence[int]) -> Int[np.ndarray, "1 T"]:
-    padded = np.zeros((1, -(-len(tokens) // PADDING) * PADDING), np.int32)
+    padded = np.zeros((1, (len(tokens) // PADDING + 1) * PADDING), np.int32)
     padded[0, : len(tokens)] = tokens
     return padded
 
