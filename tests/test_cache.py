@@ -38,7 +38,7 @@ def test_after_every_step_both_caches_equal_a_recompute(load_golden, draft_sampl
         draft_sampling=draft_sampling,
     )
     engine = Engine(pair, params, config)
-    engine.add(Request("a", (7, 7, 7, 9, 9), SamplingParams(max_new_tokens=40, ignore_eos=True)))
+    engine.add(Request("a", (1, 2, 3), SamplingParams(max_new_tokens=40, ignore_eos=True)))
     hot = SamplingParams(temperature=0.8, seed=1, max_new_tokens=25, ignore_eos=True)
     engine.add(Request("b", tuple(range(3, 50)), hot))
     committed = set()
