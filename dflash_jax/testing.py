@@ -229,7 +229,7 @@ def compilations() -> Iterator[list[str]]:
     """
     events: list[str] = []
 
-    def listen(event: str, duration: float, **_: object) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             events.append(event)
 

@@ -77,7 +77,7 @@ def run(engine: Engine, requests: Sequence[Request], each_step: Callable[[], Non
         each_step()
         for update in engine.step():
             tokens, reason, cycles = outputs[update.request_id]
-            assert reason is None, "tokens after the end"  # fault 6
+            assert update.tokens and reason is None, "tokens after the end"  # fault 6
             tokens += update.tokens
             if update.committed is not None:
                 cycles.append(update.committed)
@@ -328,6 +328,17 @@ def test_a_token_equal_to_the_mask_id_survives(load_golden, tally) -> None:
         law = Law(dataclasses.replace(pair, draft_config=config), params, tally)
         tokens = run(law.engine(), [Request("one", prompt_of(33), GREEDY)])["one"][0]
         assert tokens == stream and mask in tokens
+
+
+def test_only_written_tokens_can_stop(agreeing) -> None:
+    """Fault 2: the mask id (drafts' input) and 0 (padding) stop nothing unless they are drawn."""
+    law, engine = agreeing
+    mask = law.pair.draft_config.mask_token_id
+    stops = dataclasses.replace(SAMPLED, stop_token_ids=(mask, 0))
+    requests = [Request("one", prompt_of(length), stops) for length in (5, 33, 64)]
+    for request in requests:
+        assert not {mask, 0} & set(law.plain(request)[0]), "choose another seed"
+        law.check_all(engine, [request])
 
 
 def test_random_pairs(tally) -> None:
