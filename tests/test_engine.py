@@ -92,7 +92,7 @@ def test_nothing_compiles_after_warm_up_beyond_the_drafts_reach() -> None:
     """Fault 38, with both kinds of decoding in use, on a 2 x 2 mesh."""
     sharding = Sharding(make_mesh(2, 2))
     pair, params = tiny_pair(draft={"max_position_embeddings": 40}, sharding=sharding)
-    engine = Engine(pair, params, EngineConfig(max_num_seqs=4, max_model_len=64, page_size=4))
+    engine = Engine(pair, params, EngineConfig(max_num_seqs=2, max_model_len=64, prefill_tokens=32))
     engine.warm_up(print)
     with compilations() as compiled:
         random_workload(engine, 1)

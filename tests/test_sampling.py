@@ -39,7 +39,7 @@ def survivors(logits: np.ndarray, **settings) -> np.ndarray:
     return np.isfinite(filtered(jnp.asarray(logits, jnp.float32)[None, None], rows)[0, 0])
 
 
-finite = st.floats(-20, 20, width=32)
+finite = st.floats(-20, 20, width=32, allow_subnormal=False)  # CPUs may flush those to 0
 few_values = st.sampled_from([-3.5, -1.0, 0.0, 1.0, 2.0])  # many ties
 logit_rows = st.one_of(
     st.lists(finite, min_size=VOCAB, max_size=VOCAB),

@@ -7,7 +7,9 @@ from dflash_jax import Engine, EngineConfig, Request, SamplingParams
 from dflash_jax.sharding import Sharding, make_mesh
 from dflash_jax.testing import Tally, assert_same_tokens, tiny_pair
 
-CONFIG = EngineConfig(max_num_seqs=4, max_model_len=96, page_size=4, num_pages=40)
+CONFIG = EngineConfig(
+    max_num_seqs=4, max_model_len=96, page_size=4, num_pages=40, prefill_tokens=128
+)
 # 6 heads over 3 kv heads; 3 divides both. Everything else is seen by the random pair.
 GOLDEN_MESHES = [(4, 1), (1, 3)]
 MESHES = [(4, 1), (2, 2), (1, 4)]
