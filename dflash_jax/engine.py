@@ -41,7 +41,7 @@ class EngineConfig:
     batch_buckets: tuple[int, ...] | None = None
     block_size: int | None = None
     verify_width: int | None = None
-    draft_sampling: DraftSampling = "argmax"
+    draft_sampling: DraftSampling = "coupled"
     speculation: bool = True
     seed: int | None = None
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax.numpy as jnp
 from transformers import PreTrainedTokenizerFast
@@ -88,17 +88,18 @@ class LLM:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt: text as it is, messages through the chat template."""
         if not isinstance(prompt, str) and all(isinstance(i, int) for i in prompt):
-            return tuple(prompt)  # pyright: ignore[reportReturnType]
+            return tuple(cast(Sequence[int], prompt))
         if self.tokenizer is None:
             raise ValueError(f"{self.name} has no tokenizer; give the prompt as token ids")
         if isinstance(prompt, str):
             return tuple(self.tokenizer(prompt)["input_ids"])
         if self.tokenizer.chat_template is None:
             raise ValueError(f"{self.name} has no chat template; give the prompt as text or ids")
-        ids = self.tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        return tuple(ids)
+        messages = list(cast(Sequence[dict[str, str]], prompt))
+        encoded = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True
+        )
+        return tuple(cast(dict[str, list[int]], encoded)["input_ids"])
 
     def generate(
         self,
@@ -226,7 +227,7 @@ def load(
     dtype: DType = "float32",
     data_parallel: int = 1,
     model_parallel: int = 1,
-    engine: EngineConfig = EngineConfig(),
+    engine: EngineConfig | None = None,
 ) -> LLM:
     """Load a target and its draft from paths or hub ids; with neither, the embedded pair.
 
@@ -234,6 +235,7 @@ def load(
     time. Raises ConfigError, CheckpointError, ResolveError or EmbeddedModelError, each saying what
     is wrong and what is accepted.
     """
+    engine = EngineConfig() if engine is None else engine
     target_path = embedded.fetch_target() if model is None else resolve(model)
     target_config = read_target_config(target_path)
     draft_path = draft_config = None

@@ -22,8 +22,8 @@ TINY = float(jnp.finfo(jnp.float32).tiny)  # CPUs and GPUs may flush what is sma
 class SamplingRows:
     """Sampling settings of B rows, one array each.
 
-    seed: the 64-bit seed as (high, low) words. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0
-    switch a filter off.
+    seed: the 64-bit seed as (high, low) words. temperature 0 is greedy; top_k 0, top_p 1 and
+    min_p 0 switch a filter off.
     """
 
     seed: UInt32[Array, "B 2"]

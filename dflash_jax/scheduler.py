@@ -77,9 +77,9 @@ class Scheduler:
     ):
         """``pages``: a shard's, null page included. ``lookahead``: tokens a cycle may write (b).
         ``prefill_shapes``: (rows, chunk), any order. ``batch_buckets``: rows of a shard that a
-        decode step may have, the largest holding every slot; None: powers of two. ``speculation_limit``: rows whose block would
-        end past this position decode plainly (the draft's own maximum length); 0: never
-        speculate; None: no limit.
+        decode step may have, the largest holding every slot; None: powers of two.
+        ``speculation_limit``: rows whose block would end past this position decode plainly (the
+        draft's own maximum length); 0: never speculate; None: no limit.
         """
         self.max_pages = -(-max_model_len // page_size)
         if pages - 1 < self.max_pages:

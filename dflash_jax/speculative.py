@@ -18,7 +18,9 @@ from dflash_jax.sampling import draw
 
 DraftSampling = Literal["argmax", "coupled"]
 """How draft tokens are taken: argmax, or drawn with the target's own position-keyed noise. Both
-are exact, because acceptance is equality with the target's draw."""
+are exact, because acceptance is equality with the target's draw, and the same at temperature 0.
+Coupled is the default: at T = 1 it lifts the embedded draft's tau on MT-Bench from 1.36 to 1.58
+(LOG.md)."""
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +72,7 @@ def speculative_step(
     *,
     block_size: int,
     verify_width: int | None = None,
-    draft_sampling: DraftSampling = "argmax",
+    draft_sampling: DraftSampling = "coupled",
 ) -> tuple[DecodeState, Cycle]:
     """One cycle for B rows of any lengths, requests, temperatures and seeds.
 

@@ -1,8 +1,8 @@
 """The DFlash training objective: random anchors, one block each, decayed cross-entropy.
 
-Source: training.md; the DFlash paper, section on training. The draft module is the one that decodes;
-only its ``attend`` differs: a block sees the context features strictly before its anchor, its own
-slots, and nothing else. Letters: Z sequences (packed rows), S tokens a row, A anchors a row,
+Source: training.md; the DFlash paper, section on training. The draft module is the one that
+decodes; only its ``attend`` differs: a block sees the context features strictly before its anchor,
+its own slots, and nothing else. Letters: Z sequences (packed rows), S tokens a row, A anchors a row,
 b block size.
 """
 
@@ -182,7 +182,8 @@ def objective(
 
     @jax.checkpoint
     def one_group(group):
-        blocks = blocks_at(rows, *group, settings.block_size)
+        group_anchors, group_keep = group
+        blocks = blocks_at(rows, group_anchors, group_keep, settings.block_size)
         hidden = draft_blocks(draft, target, rows, context_kv, blocks)
         return score(target.logits(hidden), blocks, config.gamma)
 

@@ -122,5 +122,5 @@ def self_written_prompts(llm: LLM, count: int, *, seed: int, seconds: float) -> 
     texts = []
     for _, answer in run_all(llm.engine, requests, seconds=seconds):
         if answer[-1] in llm.pair.target_config.eos_token_ids:  # a whole turn, not a cut one
-            texts.append(llm.tokenizer.decode(answer[:-1]).strip())
+            texts.append(str(llm.tokenizer.decode(answer[:-1])).strip())
     return texts

@@ -14,7 +14,8 @@ class Recipe:
 
     ``target`` None is the embedded target. ``answers``: the settings under which the target
     answers every prompt, one pass each. ``self_written``: user turns that the target writes
-    itself, beside the given prompts. ``engine`` writes answers, ``evaluation`` decodes. ``row_length``: tokens of a packed training row.
+    itself, beside the given prompts. ``engine`` writes answers, ``evaluation``
+    decodes. ``row_length``: tokens of a packed training row.
     """
 
     name: str
