@@ -173,8 +173,9 @@ def test_loss_is_the_same_for_any_grouping_and_split_of_the_batch(pair):
     rows = jax.tree.map(
         lambda *x: jnp.concatenate(x), packed(LENGTH), packed(10, 10, padding=4, seed=1)
     )
+    features = target_features(target, rows, pair.taps)
     whole, one_by_one = (
-        objective(draft, target, rows, jax.random.key(1), ObjectiveConfig(8, 3.0, group))
+        objective(draft, target, rows, features, jax.random.key(1), ObjectiveConfig(8, 3.0, group))
         for group in (8, 1)
     )
     for name in Metrics._fields:
@@ -186,11 +187,12 @@ def test_dropped_blocks_are_finite_and_have_no_gradient(pair):
     pair, params = pair
     target = pair.target.bind(params.target)
     rows = packed(3, padding=LENGTH - 3)  # two anchors at most
+    features = target_features(target, rows, pair.taps)
 
     def loss(draft_params):
         config = ObjectiveConfig(6, 3.0, 2)
         draft = pair.draft.bind(draft_params)
-        metrics = objective(draft, target, rows, jax.random.key(0), config)
+        metrics = objective(draft, target, rows, features, jax.random.key(0), config)
         return metrics.weighted_loss / metrics.weight
 
     value, gradient = jax.value_and_grad(loss)(dict(params.draft))

@@ -16,7 +16,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
-from train.objective import Metrics, ObjectiveConfig, PackedRows, objective
+from train.objective import (
+    Metrics,
+    ObjectiveConfig,
+    PackedRows,
+    objective,
+    target_features,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +128,9 @@ def make_step(
 
     def loss(masters, target_params, rows, key):
         compute = {name: value.astype(pair.dtype) for name, value in masters.items()}
-        metrics = objective(
-            draft_module.bind(compute), target_module.bind(target_params), rows, key, config
-        )
+        draft, target = draft_module.bind(compute), target_module.bind(target_params)
+        features = target_features(target, rows, pair.taps)
+        metrics = objective(draft, target, rows, features, key, config)
         return metrics.weighted_loss / jnp.maximum(metrics.weight, 1e-6), metrics
 
     def step(masters, state, target_params, rows, key, rate):

@@ -1,8 +1,8 @@
 """The DFlash training objective: random anchors, one block each, decayed cross-entropy.
 
 Source: training.md; the DFlash paper, section on training. The draft module is the one that
-decodes; only its ``attend`` differs: a block sees the context features strictly before its anchor,
-its own slots, and nothing else. Letters: Z sequences (packed rows), S tokens a row, A anchors a row,
+decodes; only its ``attend`` differs: a block sees the context features strictly before its
+anchor, its own slots, and nothing else. Letters: Z sequences (packed rows), S tokens a row, A anchors a row,
 b block size.
 """
 
@@ -161,6 +161,7 @@ def objective(
     draft: Draft,
     target: DenseTarget,
     rows: PackedRows,
+    features: Float[Array, "Z S nD"],
     key: PRNGKeyArray,
     config: ObjectiveConfig,
 ) -> Metrics:
@@ -170,7 +171,6 @@ def objective(
     [blocks, S] attention scores of a whole batch ever exist, forward or backward.
     """
     settings = draft.config
-    features = target_features(target, rows, settings.target_layer_ids)
     context_kv = draft.context_kv(draft.context(features), rows.positions)
     anchors, keep = sample_anchors(key, rows, config.anchors)
     if config.anchors % config.anchor_group:
