@@ -109,8 +109,12 @@ def draft_pass(
     state: DecodeState,
     batch: Batch,
     block_size: int,
-) -> Float[Array, "B b-1 V"]:
-    """Logits for positions s+1..s+b-1 of every row, from one pass over [anchor, MASK, ...]."""
+    width: int | None = None,
+) -> Float[Array, "B k-1 V"]:
+    """Logits for positions s+1..s+k-1 of every row, from one pass over [anchor, MASK, ...].
+
+    The pass is always over ``block_size`` b slots; the head reads the first ``width`` k (default b).
+    """
     assert pair.draft is not None and pair.draft_config is not None
     config = pair.draft_config
     start, anchors = state.lengths[batch.slots], state.anchors[batch.slots]
@@ -127,7 +131,7 @@ def draft_pass(
         window=lambda layer: config.windows[layer],
     )
     hidden = draft(target.embed(block), positions, attend)
-    return target.logits(hidden[:, 1:])
+    return target.logits(hidden[:, 1:width])
 
 
 def inject(

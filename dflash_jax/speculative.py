@@ -84,7 +84,7 @@ def speculative_step(
     start, anchors = state.lengths[batch.slots], state.anchors[batch.slots]
     positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
 
-    draft_logits = draft_pass(pair, params, state, batch, block_size)[:, : width - 1]
+    draft_logits = draft_pass(pair, params, state, batch, block_size, width)
     if draft_sampling == "coupled":
         drafts = draw(draft_logits, batch.sampling, positions[:, 1:])
     else:

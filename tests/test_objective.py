@@ -1,6 +1,7 @@
 """The training objective against inference, brute force, and what must not leak."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -82,13 +83,21 @@ def packed(*documents: int, seed: int = 0, padding: int = 0) -> PackedRows:
     return PackedRows(*map(as_row, (tokens, segments, positions, segments > 0)))
 
 
-def hidden_of(pair, params, rows, anchors):
+@partial(jax.jit, static_argnums=0)
+def logits_at(pair, params, rows, anchors):
     draft, target = pair.draft.bind(params.draft), pair.target.bind(params.target)
     features = target_features(target, rows, pair.taps)
     context_kv = draft.context_kv(draft.context(features), rows.positions)
-    anchors = jnp.asarray([anchors], jnp.int32)
     blocks = blocks_at(rows, anchors, jnp.ones_like(anchors, bool), BLOCK)
     return target.logits(draft_blocks(draft, target, rows, context_kv, blocks))[0]
+
+
+def hidden_of(pair, params, rows, anchors):
+    return logits_at(pair, params, rows, jnp.asarray([anchors], jnp.int32))
+
+
+prefill = jax.jit(prefill_step, static_argnums=0)
+first_block = jax.jit(draft_pass, static_argnums=(0, 4))
 
 
 def inference_logits(pair, params, tokens, anchor):
@@ -103,10 +112,8 @@ def inference_logits(pair, params, tokens, anchor):
     chunk = np.zeros((1, LENGTH), np.int32)
     chunk[0, :anchor] = tokens[:anchor]
     count, forced = np.array([anchor], np.int32), np.array([tokens[anchor]], np.int32)
-    state, _ = prefill_step(
-        pair, params, state, batch, chunk, zero, count, np.ones(1, bool), forced
-    )
-    return draft_pass(pair, params, state, batch, BLOCK)[0]
+    state, _ = prefill(pair, params, state, batch, chunk, zero, count, np.ones(1, bool), forced)
+    return first_block(pair, params, state, batch, BLOCK)[0]
 
 
 @pytest.mark.parametrize("anchor", [1, 2, 7, 15])
@@ -169,15 +176,17 @@ def test_anchors_need_two_supervised_tokens_of_one_document():
 def test_loss_is_the_same_for_any_grouping_and_split_of_the_batch(pair):
     """Fault 47: sums over groups and rows, so that no split changes the loss."""
     pair, params = pair
-    draft, target = pair.draft.bind(params.draft), pair.target.bind(params.target)
     rows = jax.tree.map(
         lambda *x: jnp.concatenate(x), packed(LENGTH), packed(10, 10, padding=4, seed=1)
     )
-    features = target_features(target, rows, pair.taps)
-    whole, one_by_one = (
-        objective(draft, target, rows, features, jax.random.key(1), ObjectiveConfig(8, 3.0, group))
-        for group in (8, 1)
-    )
+
+    @partial(jax.jit, static_argnums=0)
+    def sums(config):
+        draft, target = pair.draft.bind(params.draft), pair.target.bind(params.target)
+        features = target_features(target, rows, pair.taps)
+        return objective(draft, target, rows, features, jax.random.key(1), config)
+
+    whole, one_by_one = (sums(ObjectiveConfig(8, 3.0, group)) for group in (8, 1))
     for name in Metrics._fields:
         np.testing.assert_allclose(getattr(whole, name), getattr(one_by_one, name), rtol=2e-5)
     assert float(whole.weight) > 0
@@ -185,17 +194,19 @@ def test_loss_is_the_same_for_any_grouping_and_split_of_the_batch(pair):
 
 def test_dropped_blocks_are_finite_and_have_no_gradient(pair):
     pair, params = pair
-    target = pair.target.bind(params.target)
     rows = packed(3, padding=LENGTH - 3)  # two anchors at most
-    features = target_features(target, rows, pair.taps)
 
+    @jax.jit
+    @jax.value_and_grad
     def loss(draft_params):
+        target = pair.target.bind(params.target)
+        features = target_features(target, rows, pair.taps)
         config = ObjectiveConfig(6, 3.0, 2)
         draft = pair.draft.bind(draft_params)
         metrics = objective(draft, target, rows, features, jax.random.key(0), config)
         return metrics.weighted_loss / metrics.weight
 
-    value, gradient = jax.value_and_grad(loss)(dict(params.draft))
+    value, gradient = loss(dict(params.draft))
     assert jnp.isfinite(value)
     assert all(bool(jnp.isfinite(g).all()) for g in gradient.values())
 

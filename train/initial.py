@@ -44,8 +44,10 @@ def draft_from_target(pair: Pair, target: Params, seed: int) -> dict[str, jax.Ar
             )
         params[name] = target[source]
     width, taps = config.target_hidden_size, len(config.target_layer_ids)
-    last_tap = jnp.zeros((taps, width, config.hidden_size), jnp.float32).at[-1].set(
-        jnp.eye(width, config.hidden_size, dtype=jnp.float32)
+    last_tap = (
+        jnp.zeros((taps, width, config.hidden_size), jnp.float32)
+        .at[-1]
+        .set(jnp.eye(width, config.hidden_size, dtype=jnp.float32))
     )
     params["fc.kernel"] = last_tap.reshape(taps * width, -1).astype(params["fc.kernel"].dtype)
     after = min(config.target_layer_ids[-1] + 1, config.num_target_layers - 1)
