@@ -25,6 +25,7 @@ from dflash_jax.request import SamplingParams
 from dflash_jax.speculative import DraftSampling
 from train.data import pack, read_samples
 from train.evaluate import evaluate
+from train.initial import draft_from_target, random_draft
 from train.loop import train
 from train.prompts import Prompt, clean_self_written
 from train.recipes import RECIPES, Recipe
@@ -114,13 +115,11 @@ def _train(recipe: Recipe, options: argparse.Namespace) -> None:
     supervised = int(rows.loss_mask.sum())
     print(f"{rows.tokens.shape[0]} rows of {recipe.row_length}, {supervised} supervised tokens")
     target_params = llm.engine.params.target
-    initial = pair.draft.init(recipe.loop.seed, pair.sharding)
-    # The head is the target's and expects what the target's own last norm puts out.
-    initial["norm.weight"] = target_params["model.norm.weight"]
+    start = draft_from_target if recipe.initial == "target" else random_draft
     draft = train(
         pair,
         target_params,
-        initial,
+        start(pair, target_params, recipe.loop.seed),
         rows,
         dataclasses.replace(recipe.loop, seconds=min(options.seconds, recipe.loop.seconds)),
         log=options.work / "train.jsonl",

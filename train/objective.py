@@ -168,7 +168,8 @@ def objective(
     """Weighted cross-entropy sums of one batch; the loss is weighted_loss / weight.
 
     Anchors go through in groups under ``jax.checkpoint``: neither the [blocks, V] logits nor the
-    [blocks, S] attention scores of a whole batch ever exist, forward or backward.
+    [blocks, S] attention scores of a whole batch ever exist, forward or backward. A single group
+    is kept and not computed twice.
     """
     settings = draft.config
     context_kv = draft.context_kv(draft.context(features), rows.positions)
@@ -180,14 +181,15 @@ def objective(
     def grouped(values):  # [Z, A] -> [groups, Z, group]
         return values.reshape(values.shape[0], groups, -1).swapaxes(0, 1)
 
-    @jax.checkpoint
     def one_group(group):
         group_anchors, group_keep = group
         blocks = blocks_at(rows, group_anchors, group_keep, settings.block_size)
         hidden = draft_blocks(draft, target, rows, context_kv, blocks)
         return score(target.logits(hidden), blocks, config.gamma)
 
-    sums = jax.lax.map(one_group, (grouped(anchors), grouped(keep)))
+    if groups == 1:
+        return one_group((anchors, keep))
+    sums = jax.lax.map(jax.checkpoint(one_group), (grouped(anchors), grouped(keep)))
     return Metrics(*(x.sum(0) for x in sums))
 
 

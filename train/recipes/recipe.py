@@ -1,6 +1,7 @@
 """What a recipe states."""
 
 import dataclasses
+from typing import Literal
 
 from dflash_jax.config import DraftConfig, TargetConfig, default_target_layer_ids
 from dflash_jax.engine import EngineConfig
@@ -12,7 +13,8 @@ from train.loop import LoopConfig
 class Recipe:
     """A draft to train: its shape, its data and its schedule.
 
-    ``target`` None is the embedded target. ``answers``: the settings under which the target
+    ``target`` None is the embedded target. ``initial``: random weights, or the target's last
+    layers. ``answers``: the settings under which the target
     answers every prompt, one pass each. ``self_written``: user turns that the target writes
     itself, beside the given prompts. ``engine`` writes answers, ``evaluation``
     decodes. ``row_length``: tokens of a packed training row.
@@ -20,6 +22,7 @@ class Recipe:
 
     name: str
     target: str | None
+    initial: Literal["random", "target"]
     num_layers: int
     intermediate_size: int
     num_taps: int

@@ -16,6 +16,7 @@ from train.recipes.recipe import Recipe
 SMOLLM2 = Recipe(
     name="smollm2",
     target=None,
+    initial="target",
     num_layers=3,
     intermediate_size=1536,
     num_taps=5,
@@ -37,11 +38,11 @@ SMOLLM2 = Recipe(
     evaluation=EngineConfig(
         max_num_seqs=128, max_model_len=2048, prefill_tokens=8192, batch_buckets=(128,)
     ),
-    row_length=1024,
+    row_length=512,
     loop=LoopConfig(
-        objective=ObjectiveConfig(anchors=128, gamma=7.0, anchor_group=16),
-        batch_rows=32,
+        objective=ObjectiveConfig(anchors=64, gamma=4.0, anchor_group=64),
+        batch_rows=16,
         learning_rate=1e-3,
-        steps=6_000,
+        steps=20_000,
     ),
 )
