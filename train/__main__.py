@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,11 +90,12 @@ def _regenerate(recipe: Recipe, options: argparse.Namespace) -> None:
         print(f"self-written prompts: {len(texts)} whole, {len(own)} kept")
         prompts += [Prompt(f"self/{i}", "self-written", text) for i, text in enumerate(own)]
     out = options.work / "answers.jsonl"
+    random.Random(recipe.loop.seed).shuffle(prompts)  # a budget that ends early cuts all sources
+    kinds = len(recipe.answers)
     for number, sampling in enumerate(recipe.answers):
-        share = (len(recipe.answers) - number) or 1
         left = options.seconds - (time.perf_counter() - started)
-        named = [dataclasses.replace(p, id=f"{p.id}#{number}") for p in prompts]
-        written = regenerate(llm, named, out, sampling=sampling, seconds=left / share)
+        share = prompts[number::kinds]
+        written = regenerate(llm, share, out, sampling=sampling, seconds=left / (kinds - number))
         print(f"answers at T = {sampling.temperature}: {written} tokens -> {out}")
 
 

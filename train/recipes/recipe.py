@@ -15,7 +15,7 @@ class Recipe:
 
     ``target`` None is the embedded target. ``initial``: random weights, or the target's last
     layers. ``answers``: the settings under which the target
-    answers every prompt, one pass each. ``self_written``: user turns that the target writes
+    answers, each for an equal share of the prompts. ``self_written``: user turns that the target writes
     itself, beside the given prompts. ``engine`` writes answers, ``evaluation``
     decodes. ``row_length``: tokens of a packed training row.
     """

@@ -26,6 +26,7 @@ SMOLLM2 = Recipe(
     self_written=20_000,
     answers=(
         SamplingParams(temperature=0.0, max_new_tokens=256),
+        SamplingParams(temperature=0.0, max_new_tokens=256),
         SamplingParams(temperature=1.0, max_new_tokens=256),
     ),
     engine=EngineConfig(
