@@ -113,7 +113,8 @@ def draft_pass(
 ) -> Float[Array, "B k-1 V"]:
     """Logits for positions s+1..s+k-1 of every row, from one pass over [anchor, MASK, ...].
 
-    The pass is always over ``block_size`` b slots; the head reads the first ``width`` k (default b).
+    The pass is always over ``block_size`` b slots; the head reads the first ``width`` k of them
+    (default b).
     """
     assert pair.draft is not None and pair.draft_config is not None
     config = pair.draft_config

@@ -18,7 +18,8 @@ from dflash_jax.sampling import draw
 
 DraftSampling = Literal["argmax", "coupled"]
 """How draft tokens are taken: argmax, or drawn with the target's own position-keyed noise. Both
-are exact, because acceptance is equality with the target's draw, and the same at T = 0. Coupled is the default: at T = 1 it lifts the embedded draft's tau on MT-Bench from 1.36 to 1.58
+are exact, because acceptance is equality with the target's draw, and the same at T = 0. Coupled
+is the default: at T = 1 it lifts the embedded draft's tau on MT-Bench from 1.36 to 1.58
 (LOG.md)."""
 
 

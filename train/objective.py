@@ -2,8 +2,8 @@
 
 Source: training.md; the DFlash paper, section on training. The draft module is the one that
 decodes; only its ``attend`` differs: a block sees the context features strictly before its
-anchor, its own slots, and nothing else. Letters: Z sequences (packed rows), S tokens a row, A anchors a row,
-b block size.
+anchor, its own slots, and nothing else. Letters: Z sequences (packed rows), S tokens a row,
+A anchors a row, b block size.
 """
 
 import dataclasses

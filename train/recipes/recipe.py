@@ -14,10 +14,10 @@ class Recipe:
     """A draft to train: its shape, its data and its schedule.
 
     ``target`` None is the embedded target. ``initial``: random weights, or the target's last
-    layers. ``answers``: the settings under which the target
-    answers, each for an equal share of the prompts. ``self_written``: user turns that the target writes
-    itself, beside the given prompts. ``engine`` writes answers, ``evaluation``
-    decodes. ``row_length``: tokens of a packed training row.
+    layers. ``self_written``: user turns that the target writes itself, beside the given prompts.
+    ``answers``: the settings under which the target answers, each for an equal share of the
+    prompts. ``engine`` writes answers, ``evaluation`` decodes. ``row_length``: tokens of a packed
+    training row.
     """
 
     name: str
