@@ -127,9 +127,9 @@ prompts = st.builds(prompt_of, lengths, st.integers(0, 3))
 ENGINES = [
     (TIED, {"block_size": 2, "page_size": 1}),
     (TIED, {"block_size": 3, "page_size": 7, "draft_sampling": "coupled"}),
-    (TIED, {"block_size": 5, "page_size": 64, "prefill_tokens": 33}),
+    (TIED, {"block_size": 5, "page_size": 64, "prefill_tokens": 33, "draft_sampling": "argmax"}),
     (TIED, {"block_size": 11, "page_size": 5, "verify_width": 4}),
-    (TIED, {"block_size": 16, "page_size": 4, "prefill_tokens": 5}),
+    (TIED, {"block_size": 16, "page_size": 4, "prefill_tokens": 5, "draft_sampling": "argmax"}),
     (TIED, {"block_size": 16, "page_size": 200, "draft_sampling": "coupled"}),
     (LLAMA, {"block_size": 7, "page_size": 10, "draft_sampling": "coupled"}),
     (LLAMA, {"block_size": 8, "page_size": 8, "verify_width": 6, "prefill_tokens": 100}),
@@ -148,6 +148,16 @@ def test_speculative_equals_plain(laws, name: str, config: dict[str, Any]) -> No
         law.check_all(engine, [Request("one", prompt, sampling)])
 
     holds()
+
+
+def test_every_block_size(laws) -> None:
+    """1 (plain decoding) to the draft's own 16, greedy and sampled, past a page and a block."""
+    law = laws(TIED)
+    sampled = dataclasses.replace(GREEDY, temperature=0.7, top_p=0.9, seed=11)
+    for block_size in range(1, BLOCK + 1):
+        engine = law.engine(block_size=block_size)
+        for sampling in (GREEDY, sampled):
+            law.check_all(engine, [Request("one", prompt_of(17), sampling)])
 
 
 @pytest.fixture(scope="session")
