@@ -4,12 +4,13 @@ VENV ?= .venv
 ACCELERATOR ?= cpu
 ARGS ?=
 RECIPE ?=
+EXTRAS ?=
 
 python := $(VENV)/bin/python
 # A stamp a set of extras: changed requirements are installed, others are not looked at again.
 extras_run := $(ACCELERATOR)
 extras_train := $(ACCELERATOR),train
-extras_test := $(ACCELERATOR),test
+extras_test := $(ACCELERATOR),test$(EXTRAS)
 extras_dev := $(ACCELERATOR),dev
 
 .PHONY: serve test bench train lint format

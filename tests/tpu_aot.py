@@ -1,0 +1,105 @@
+"""Compiles the three steps for a TPU topology without a TPU; prints one JSON line. Run by
+test_tpu_aot.py in a process of its own: libtpu reads its settings from the environment."""
+
+import json
+import re
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dflash_jax.cache import POOL, Batch, DecodeState, KVPools, kv_heads
+from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
+from dflash_jax.decoder import Pair, PairParams
+from dflash_jax.plain import plain_step
+from dflash_jax.sampling import SamplingRows
+from dflash_jax.sharding import Sharding, make_mesh
+from dflash_jax.speculative import prefill_step, speculative_step
+
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope": RopeConfig(1e4),
+    "max_position_embeddings": 512,
+}
+TARGET = TargetConfig(
+    **SHAPE, num_layers=3, architecture="qwen3", tie_word_embeddings=True, qk_norm=True
+)
+DRAFT = DraftConfig(
+    **SHAPE,
+    num_layers=2,
+    block_size=16,
+    mask_token_id=511,
+    target_layer_ids=(0, 1),
+    num_target_layers=3,
+    target_hidden_size=256,
+    windows=(None, 64),
+    causal=(False, True),
+)
+PAGES, PAGE_SIZE, SLOTS, ROWS, CHUNK = 34, 16, 4, 4, 64
+
+
+def main(topology_name: str, data: int, model: int) -> None:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices
+    sharding = Sharding(make_mesh(data, model, devices=devices))
+    pair = Pair.of(TARGET, DRAFT, sharding, jnp.dtype("bfloat16"))
+    assert pair.draft is not None
+
+    def abstract(shape: tuple[int, ...], dtype, spec: PartitionSpec = PartitionSpec()):
+        placement = NamedSharding(sharding.mesh, spec)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=placement)
+
+    heads = kv_heads(TARGET, sharding)
+    pool = abstract((PAGES * data, PAGE_SIZE, heads, 64), jnp.bfloat16, POOL)
+    pools = [KVPools((pool,) * n, (pool,) * n) for n in (TARGET.num_layers, DRAFT.num_layers)]
+    ints, floats = partial(abstract, dtype=jnp.int32), partial(abstract, dtype=jnp.float32)
+    state = DecodeState(*pools, ints((SLOTS + 1,)), ints((SLOTS + 1,)))
+    words = partial(abstract, dtype=jnp.uint32)
+    row = (ROWS,)
+    sampling = SamplingRows(
+        words((ROWS, 2)), words(row), floats(row), ints(row), floats(row), floats(row)
+    )
+    batch = Batch(ints(row), ints((ROWS, 16)), sampling)
+    params = PairParams(pair.target.placed(sharding), pair.draft.placed(sharding))
+    chunk = (
+        ints((ROWS, CHUNK)),
+        ints(row),
+        ints(row),
+        abstract(row, jnp.bool_),
+        ints(row),
+    )
+    steps = {
+        "prefill": (prefill_step, chunk),
+        "plain": (plain_step, ()),
+        "speculative": (partial(speculative_step, block_size=16), ()),
+    }
+    # A shard's part of a pool, as a collective or a copy would name it.
+    local = f"bf16[{PAGES},{PAGE_SIZE},{heads // model},64]"
+    report = {}
+    for name, (step, arguments) in steps.items():
+        jitted = jax.jit(partial(step, pair), donate_argnums=1)
+        compiled = jitted.lower(params, state, batch, *arguments).compile()
+        memory = compiled.memory_analysis()
+        text = compiled.as_text()
+        report[name] = {
+            "temporary": memory.temp_size_in_bytes,
+            "aliased": memory.alias_size_in_bytes,
+            "pools_moved": [
+                line.strip()[:200]
+                for line in text.splitlines()
+                if local in line and re.search(r"all-gather|all-to-all|collective-permute", line)
+            ],
+        }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
