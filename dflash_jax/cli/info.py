@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import dflash_jax
 from dflash_jax.cli.args import InfoArgs
 from dflash_jax.config import TransformerConfig
 from dflash_jax.decoder import Pair
@@ -19,7 +20,7 @@ from dflash_jax.generate import find_pair
 from dflash_jax.hf_config import read_draft_config, read_target_config
 from dflash_jax.sharding import Sharding, make_mesh
 
-PACKAGES = ("dflash_jax", "jax", "jaxlib", "flax", "transformers", "tokenizers", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "transformers", "tokenizers", "numpy")
 
 
 def run(args: InfoArgs) -> int:
@@ -41,7 +42,8 @@ def run(args: InfoArgs) -> int:
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+    ours = {"dflash_jax": dflash_jax.__version__, "python": platform.python_version()}
+    return ours | {name: version(name) for name in PACKAGES}
 
 
 def devices() -> list[str]:
@@ -78,6 +80,5 @@ def _lines(value: Mapping[str, Any], indent: str = "") -> list[str]:
         elif isinstance(item, list | tuple):
             lines.append(f"{indent}{name}: {', '.join(map(str, item))}")
         else:
-            shown = f"{item:,}" if type(item) is int and name != "id" else str(item)
-            lines.append(f"{indent}{name}: {shown}")
+            lines.append(f"{indent}{name}: {item}")
     return lines

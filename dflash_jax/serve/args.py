@@ -65,7 +65,7 @@ class ServeArgs:
     )  # fmt: skip
     draft_sampling: DraftSampling = flag(
         "how drafts are taken; the output is the same",
-        "--draft-sampling", default="argmax", **choices(DraftSampling),
+        "--draft-sampling", default=EngineConfig.draft_sampling, **choices(DraftSampling),
     )  # fmt: skip
     disable_speculation: bool = flag(
         "decode plainly", "--disable-speculation", default=False, type=bool
