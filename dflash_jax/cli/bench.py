@@ -71,19 +71,21 @@ def run(args: BenchArgs) -> int:
         f"b = {b}": dataclasses.replace(config, speculation=True, block_size=b)
         for b in _block_sizes(llm, args)
     }
-    ways = {name: llm.with_engine(config) for name, config in configs.items()}
-    for name, way in ways.items():
-        size = step_bytes(way.pair)
-        print(f"floor       {name}: {1e3 * size / bandwidth:.2f} ms a step of {size / 1e6:.0f} MB")
+    sizes = {n: step_bytes(llm.pair, speculation=c.speculation) for n, c in configs.items()}
+    for name, size in sizes.items():
+        floor = (
+            f"{1e3 * size / bandwidth:.2f} ms a step, which reads {size / 1e6:.0f} MB of weights"
+        )
+        print(f"floor       {name}: {floor}")
 
     sampling = SamplingParams(max_new_tokens=args.max_new_tokens)
     print("\ndecoding    step ms  x floor    tau    tok/s  speed-up  equal")
     rows: list[dict[str, Any]] = []
     plain: Measured | None = None
-    for name, way in ways.items():
-        measured = measure(way.engine, prompts, sampling)
+    for name, config in configs.items():
+        measured = measure(llm.with_engine(config).engine, prompts, sampling)
         plain = plain or measured
-        rows.append(_row(name, measured, plain, 1e3 * step_bytes(way.pair) / bandwidth))
+        rows.append(_row(name, measured, plain, 1e3 * sizes[name] / bandwidth))
     report = {
         "devices": devices(),
         "versions": versions(),
@@ -115,14 +117,16 @@ def copy_bandwidth() -> float:
     return 2 * size / statistics.median(seconds)
 
 
-def step_bytes(pair: Pair) -> int:
-    """Weights a step reads: the target's and the draft's, the embedding as the head alone, once
-    for each of the two. Source: dflash.md section 5."""
+def step_bytes(pair: Pair, *, speculation: bool) -> int:
+    """Weights a step reads: the target's and, with speculation, the draft's; the embedding only as
+    the head, once for each model. Source: dflash.md section 5."""
     config = pair.target_config
     target, head = _bytes(pair.target), config.vocab_size * config.hidden_size * pair.dtype.itemsize
     if not config.tie_word_embeddings:
         target -= head
-    return target if pair.draft is None else target + _bytes(pair.draft) + head
+    if not speculation or pair.draft is None:
+        return target
+    return target + _bytes(pair.draft) + head
 
 
 def _bytes(model: Functional[Any]) -> int:

@@ -57,7 +57,7 @@ def _add(output: Generation, piece: Piece, seconds: float) -> Generation:
 
 def _report(output: Generation, seconds: float) -> dict[str, Any]:
     """``seconds``: from the prompt to the end, compilation included. ``tokens_per_second``: of the
-    cycles after the first, which is the one that compiles; None where there are none."""
+    cycles after the first, which is the one that compiles; None where they emitted nothing."""
     statistics = output.statistics
     later = statistics.cycle_seconds[1:]
     tokens = statistics.emitted - sum(statistics.tokens_per_cycle[:1])
@@ -69,7 +69,7 @@ def _report(output: Generation, seconds: float) -> dict[str, Any]:
         "histogram": statistics.histogram,
         "finish_reason": output.finish_reason,
         "seconds": seconds,
-        "tokens_per_second": tokens / sum(later) if later else None,
+        "tokens_per_second": tokens / sum(later) if tokens > 0 else None,
     }
 
 
