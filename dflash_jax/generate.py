@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import jax.numpy as jnp
-from transformers import PreTrainedTokenizerFast
 
 from dflash_jax import embedded
 from dflash_jax.checkpoint import (
@@ -32,9 +31,11 @@ from dflash_jax.resolve import resolve
 from dflash_jax.sharding import Sharding, make_mesh
 from dflash_jax.statistics import DecodeStatistics
 from dflash_jax.text import TextStream
-from dflash_jax.tokenizer import load_tokenizer
+from dflash_jax.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 
 DType = Literal["float32", "bfloat16"]
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
@@ -84,6 +85,14 @@ class LLM:
     @property
     def pair(self) -> Pair:
         return self.engine.pair
+
+    def with_engine(self, config: EngineConfig) -> "LLM":
+        """The same weights under another engine; without speculation the draft is left out."""
+        pair, params = self.pair, self.engine.params
+        if not config.speculation:
+            pair = dataclasses.replace(pair, draft=None, draft_config=None)
+            params = PairParams(params.target, {})
+        return LLM(Engine(pair, params, config), self.tokenizer, self.name, self.defaults)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt: text as it is, messages through the chat template."""
@@ -236,12 +245,9 @@ def load(
     is wrong and what is accepted.
     """
     engine = EngineConfig() if engine is None else engine
-    target_path = embedded.fetch_target() if model is None else resolve(model)
+    target_path, draft_path = find_pair(model, draft, speculation=engine.speculation)
     target_config = read_target_config(target_path)
-    draft_path = draft_config = None
-    if engine.speculation and (draft is not None or model is None):
-        draft_path = embedded.draft_path() if draft is None else resolve(draft)
-        draft_config = read_draft_config(draft_path, target_config)
+    draft_config = None if draft_path is None else read_draft_config(draft_path, target_config)
     sharding = Sharding(make_mesh(data_parallel, model_parallel))
     pair = Pair.of(target_config, draft_config, sharding, jnp.dtype(dtype))
     started = time.perf_counter()
@@ -253,13 +259,27 @@ def load(
             pair.draft.placed(sharding), open_source(draft_path), draft_tensor_name
         )
     logger.info("loaded %s in %.1f s", target_path, time.perf_counter() - started)
-    name = "SmolLM2-135M-Instruct" if model is None else str(model).rstrip("/")
+    name = EMBEDDED_NAME if model is None else str(model).rstrip("/")
     return LLM(
         Engine(pair, PairParams(target, draft_params), engine),
         load_tokenizer(target_path),
         name,
         _generation_defaults(target_path),
     )
+
+
+def find_pair(
+    model: str | Path | None, draft: str | Path | None, *, speculation: bool = True
+) -> tuple[Path, Path | None]:
+    """Where a target and its draft are, downloaded where need be; with neither, the embedded pair.
+
+    No draft for a target named without one, nor without ``speculation``. Raises ResolveError or
+    EmbeddedModelError.
+    """
+    target_path = embedded.fetch_target() if model is None else resolve(model)
+    if not speculation or (draft is None and model is not None):
+        return target_path, None
+    return target_path, embedded.draft_path() if draft is None else resolve(draft)
 
 
 def _generation_defaults(path: Path) -> dict[str, Any]:

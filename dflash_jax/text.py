@@ -6,9 +6,8 @@ The non-streamed answer is the join of the same deltas, so the two cannot differ
 import dataclasses
 from collections.abc import Sequence
 
-from transformers import PreTrainedTokenizerFast
-
 from dflash_jax.request import FinishReason
+from dflash_jax.tokenizer import PreTrainedTokenizerFast
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) valid UTF-8
 

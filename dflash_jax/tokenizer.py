@@ -1,13 +1,29 @@
-"""Tokenizers of HF folders and of GGUF files."""
+"""Tokenizers of HF folders and of GGUF files.
 
+transformers is first imported here, and everything else takes its tokenizer class from here: on
+import it warns that PyTorch, of which we have no use, is not installed.
+"""
+
+import logging
 from pathlib import Path
 from typing import Any
 
 from gguf import TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dflash_jax.gguf_file import GGUFFile, read_gguf
+
+
+def _not_about_torch(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("PyTorch was not found")
+
+
+logging.getLogger("transformers").addFilter(_not_about_torch)
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
+
+logging.getLogger("transformers").removeFilter(_not_about_torch)
+
+__all__ = ["PreTrainedTokenizerFast", "TokenizerError", "load_tokenizer"]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 

@@ -15,6 +15,7 @@ import jax
 import uvicorn
 from prometheus_client import disable_created_metrics
 
+from dflash_jax.compilation_cache import keep_compilations
 from dflash_jax.generate import LLM, load
 from dflash_jax.serve.api import ApiConfig
 from dflash_jax.serve.app import create_app
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.log_level != "debug":
         logging.getLogger("jax").setLevel(logging.WARNING)  # it lists the backends it does not find
     disable_created_metrics()  # a second series for every counter, of use to nobody
-    jax.config.update("jax_compilation_cache_dir", str(args.compilation_cache_dir))
+    keep_compilations(args.compilation_cache_dir)
     return asyncio.run(serve(args))
 
 

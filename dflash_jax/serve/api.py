@@ -12,7 +12,6 @@ import jax
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from transformers import PreTrainedTokenizerFast
 
 from dflash_jax.request import Request, SamplingParams
 from dflash_jax.serve.answers import Answer, deltas
@@ -41,6 +40,7 @@ from dflash_jax.serve.responses import (
     unless_disconnected,
 )
 from dflash_jax.text import TextStream
+from dflash_jax.tokenizer import PreTrainedTokenizerFast
 
 GONE = 499  # nobody reads it: the client has left
 

@@ -8,26 +8,15 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from dflash_jax.embedded import default_cache_dir
+from dflash_jax.compilation_cache import default_compilation_cache_dir
 from dflash_jax.engine import EngineConfig
+from dflash_jax.flags import add_flags, build, choices, first_name, flag
 from dflash_jax.speculative import DraftSampling
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-
-
-class _Once(argparse.Action):
-    """Aliases may repeat a value, not contradict it."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        given = vars(namespace).setdefault("_given", {})
-        before = given.get(self.dest)
-        if before is not None and before[1] != values:
-            parser.error(f"{before[0]} {before[1]} and {option_string} {values} contradict")
-        given[self.dest] = option_string, values
-        setattr(namespace, self.dest, values)
 
 
 def _speculative_config(text: str) -> dict[str, Any]:
@@ -51,98 +40,89 @@ def _speculative_config(text: str) -> dict[str, Any]:
     return config
 
 
-def _flag(help: str, *names: str, default: Any = None, type: Any = str, **options: Any) -> Any:
-    argument = {"help": help, "names": names, "type": type, **options}
-    return dataclasses.field(default=default, metadata=argument)
-
-
-def _choices(literal: Any) -> dict[str, Any]:
-    return {"choices": get_args(literal)}
-
-
 @dataclasses.dataclass(frozen=True)
 class ServeArgs:
     """Raises ValueError naming flags that cannot go together, and why."""
 
-    model: str | None = _flag(
+    model: str | None = flag(
         "target: HF folder, .gguf file or hub name; without it the embedded pair is served",
         "--model", "--model-path",
     )  # fmt: skip
-    draft: str | None = _flag(
+    draft: str | None = flag(
         "DFlash draft: folder or hub name; without it --model decodes plainly",
         "--draft", "--speculative-draft-model-path",
     )  # fmt: skip
-    block_size: int | None = _flag(
+    block_size: int | None = flag(
         "block size b, the anchor included (default: the draft's)",
         "--speculative-block-size", "--speculative-num-draft-tokens", type=int,
     )  # fmt: skip
-    num_speculative_tokens: int | None = _flag(
+    num_speculative_tokens: int | None = flag(
         "tokens drafted in a cycle, b - 1", "--num-speculative-tokens", type=int
     )
-    speculative_config: dict[str, Any] | None = _flag(
+    speculative_config: dict[str, Any] | None = flag(
         "vLLM's JSON: method dflash, model, num_speculative_tokens",
         "--speculative-config", type=_speculative_config,
     )  # fmt: skip
-    draft_sampling: DraftSampling = _flag(
+    draft_sampling: DraftSampling = flag(
         "how drafts are taken; the output is the same",
-        "--draft-sampling", default="argmax", **_choices(DraftSampling),
+        "--draft-sampling", default=EngineConfig.draft_sampling, **choices(DraftSampling),
     )  # fmt: skip
-    disable_speculation: bool = _flag(
+    disable_speculation: bool = flag(
         "decode plainly", "--disable-speculation", default=False, type=bool
     )
-    host: str = _flag("address to listen on", "--host", default="127.0.0.1")
-    port: int = _flag("port to listen on; 0: any free one", "--port", default=8000, type=int)
-    api_key: str | None = _flag("clients must send it as a bearer token", "--api-key")
-    served_model_name: str | None = _flag("name in the API", "--served-model-name")
-    max_model_len: int | None = _flag(
+    host: str = flag("address to listen on", "--host", default="127.0.0.1")
+    port: int = flag("port to listen on; 0: any free one", "--port", default=8000, type=int)
+    api_key: str | None = flag("clients must send it as a bearer token", "--api-key")
+    served_model_name: str | None = flag("name in the API", "--served-model-name")
+    max_model_len: int | None = flag(
         "longest prompt and output together (default: the target's)",
         "--max-model-len", "--context-length", type=int,
     )  # fmt: skip
-    max_num_seqs: int = _flag(
+    max_num_seqs: int = flag(
         "requests that run at once",
         "--max-num-seqs", "--max-running-requests", default=8, type=int,
     )  # fmt: skip
-    max_queued_requests: int = _flag(
+    max_queued_requests: int = flag(
         "requests that may wait; more are answered 429",
         "--max-queued-requests", default=128, type=int,
     )  # fmt: skip
-    prefill_tokens: int = _flag(
+    prefill_tokens: int = flag(
         "most tokens of one prefill step",
         "--max-num-batched-tokens", "--chunked-prefill-size", default=512, type=int,
     )  # fmt: skip
-    page_size: int = _flag("tokens of a KV page", "--page-size", default=16, type=int)
-    dtype: Dtype = _flag(
+    page_size: int = flag("tokens of a KV page", "--page-size", default=16, type=int)
+    dtype: Dtype = flag(
         "auto: float32 on CPU, bfloat16 on GPU and TPU", "--dtype", default="auto",
-        **_choices(Dtype),
+        **choices(Dtype),
     )  # fmt: skip
-    tensor_parallel_size: int = _flag(
+    tensor_parallel_size: int = flag(
         "devices that share one copy of the model",
         "--tensor-parallel-size", "--tp-size", "-tp", default=1, type=int,
     )  # fmt: skip
-    data_parallel_size: int = _flag(
+    data_parallel_size: int = flag(
         "copies of the model", "--data-parallel-size", "--dp-size", "-dp", default=1, type=int
     )
-    seed: int | None = _flag(
+    seed: int | None = flag(
         "makes the seeds of unseeded requests repeatable (default: entropy)", "--seed", type=int
     )
-    chat_template: Path | None = _flag(
+    chat_template: Path | None = flag(
         "Jinja file used in place of the tokenizer's template", "--chat-template", type=Path
     )
-    compilation_cache_dir: Path = _flag(
+    compilation_cache_dir: Path = flag(
         "where compiled programs are kept between starts", "--compilation-cache-dir",
-        default=default_cache_dir() / "xla", type=Path,
+        default=default_compilation_cache_dir(), type=Path,
     )  # fmt: skip
-    max_request_bytes: int = _flag(
+    max_request_bytes: int = flag(
         "larger bodies are answered 413", "--max-request-bytes", default=8 * 2**20, type=int
     )
-    shutdown_timeout: float = _flag(
+    shutdown_timeout: float = flag(
         "seconds that running requests get to finish after SIGTERM",
         "--shutdown-timeout", default=30.0, type=float,
     )  # fmt: skip
-    log_level: LogLevel = _flag(
-        "how much is logged", "--log-level", default="info", **_choices(LogLevel)
+    log_level: LogLevel = flag(
+        "how much is logged", "--log-level", default="info", **choices(LogLevel)
     )
-    print_config: bool = _flag(
+    print_config: bool = flag(
         "print the settings as JSON and exit", "--print-config", default=False, type=bool
     )
 
@@ -180,7 +160,9 @@ class ServeArgs:
             "data_parallel_size", "max_request_bytes",
         ):  # fmt: skip
             if getattr(self, name) < 1:
-                raise ValueError(f"{_names(name)} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"{first_name(ServeArgs, name)} must be at least 1, got {getattr(self, name)}"
+                )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"--max-model-len must be at least 2, got {self.max_model_len}")
         if self.max_queued_requests < 0 or not 0 <= self.shutdown_timeout < float("inf"):
@@ -248,25 +230,13 @@ class _Later(argparse.Action):
             parser.error(f"{option_string} {values} is not supported: {self.reason}{accepted}")
 
 
-def _names(field_name: str) -> str:
-    field = next(f for f in dataclasses.fields(ServeArgs) if f.name == field_name)
-    return field.metadata["names"][0]
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dflash_jax.serve",
         description="Serve a target and its DFlash draft over OpenAI's API and SGLang's /generate.",
         allow_abbrev=False,
     )
-    for field in dataclasses.fields(ServeArgs):
-        options = dict(field.metadata)
-        names, kind = options.pop("names"), options.pop("type")
-        shared = {"dest": field.name, "default": field.default}
-        if kind is bool:
-            parser.add_argument(*names, action="store_true", **shared, **options)
-        else:
-            parser.add_argument(*names, action=_Once, type=kind, **shared, **options)
+    add_flags(parser, ServeArgs)
     hidden: dict[str, Any] = {"dest": "_later", "help": argparse.SUPPRESS}
     hidden["default"] = argparse.SUPPRESS
     for names, (neutral, reason) in LATER.items():
@@ -278,9 +248,4 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_args(argv: Sequence[str] | None = None) -> ServeArgs:
     """Exits with the reason, as argparse does, on unknown, wrong or contradicting flags."""
     parser = make_parser()
-    namespace = vars(parser.parse_args(argv))
-    values = {field.name: namespace[field.name] for field in dataclasses.fields(ServeArgs)}
-    try:
-        return ServeArgs(**values)
-    except ValueError as error:
-        parser.error(str(error))
+    return build(parser, ServeArgs, parser.parse_args(argv))

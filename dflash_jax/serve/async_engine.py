@@ -13,11 +13,10 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Literal, Protocol
 
-from transformers import PreTrainedTokenizerFast
-
 from dflash_jax.engine import Engine
 from dflash_jax.request import Request, Update
 from dflash_jax.serve.errors import ApiError
+from dflash_jax.tokenizer import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 

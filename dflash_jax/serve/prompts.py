@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jinja2
-from transformers import PreTrainedTokenizerFast
 
 from dflash_jax.serve.errors import ApiError
 from dflash_jax.serve.protocol import Message
+from dflash_jax.tokenizer import PreTrainedTokenizerFast
 
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
 

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Iterator
 
 import jax.numpy as jnp
-from transformers import PreTrainedTokenizerFast
 
 from dflash_jax.engine import Engine
 from dflash_jax.request import Request, SamplingParams
 from dflash_jax.serve.prompts import encode, render_chat
 from dflash_jax.serve.protocol import Message
+from dflash_jax.tokenizer import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""What ``python -m dflash_jax`` can do, one module a command."""

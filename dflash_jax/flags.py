@@ -1,0 +1,81 @@
+"""Command-line flags as fields of frozen dataclasses: written once, parsed by what this makes.
+
+A field made by ``flag`` carries its names and help; ``add_flags`` puts a dataclass's fields on a
+parser and ``build`` turns what was parsed back into the dataclass.
+"""
+
+import argparse
+import dataclasses
+from typing import Any, TypeVar, get_args
+
+ArgsT = TypeVar("ArgsT")
+
+
+def flag(help: str, *names: str, default: Any = None, type: Any = str, **options: Any) -> Any:
+    """A dataclass field that is a flag. ``type`` bool: a switch; ``repeated``: a tuple of what
+    every use of the flag gave. Other options are argparse's."""
+    argument = {"help": help, "names": names, "type": type, **options}
+    return dataclasses.field(default=default, metadata=argument)
+
+
+def choices(literal: Any) -> dict[str, Any]:
+    """The options of a flag that takes one of a Literal's values."""
+    return {"choices": get_args(literal)}
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """``1,2,3``. Raises ArgumentTypeError saying so."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be integers with commas between them, such as 1,2,3, got {text!r}"
+        ) from None
+
+
+class _Once(argparse.Action):
+    """Aliases may repeat a value, not contradict it."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        given = vars(namespace).setdefault("_given", {})
+        before = given.get(self.dest)
+        if before is not None and before[1] != values:
+            parser.error(f"{before[0]} {before[1]} and {option_string} {values} contradict")
+        given[self.dest] = option_string, values
+        setattr(namespace, self.dest, values)
+
+
+class _Repeated(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))
+
+
+def add_flags(parser: argparse.ArgumentParser, args_class: type) -> None:
+    """Add every field of ``args_class`` to ``parser``."""
+    for field in dataclasses.fields(args_class):
+        options = dict(field.metadata)
+        names, kind = options.pop("names"), options.pop("type")
+        action = _Repeated if options.pop("repeated", False) else _Once
+        shared = {"dest": field.name, "default": field.default}
+        if kind is bool:
+            parser.add_argument(*names, action="store_true", **shared, **options)
+        else:
+            parser.add_argument(*names, action=action, type=kind, **shared, **options)
+
+
+def build(
+    parser: argparse.ArgumentParser, args_class: type[ArgsT], namespace: argparse.Namespace
+) -> ArgsT:
+    """The dataclass of what ``parser`` parsed. A ValueError of the dataclass exits with its reason,
+    as argparse does for unknown and wrong flags."""
+    fields = dataclasses.fields(args_class)  # pyright: ignore[reportArgumentType]
+    try:
+        return args_class(**{field.name: getattr(namespace, field.name) for field in fields})
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def first_name(args_class: type, field_name: str) -> str:
+    """The flag of a field, for messages."""
+    field = next(f for f in dataclasses.fields(args_class) if f.name == field_name)
+    return field.metadata["names"][0]
