@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """``block_size`` b (anchor included): None takes the draft's; smaller than the draft's is
-    allowed. ``num_pages`` None: enough for every sequence at full length. ``prefill_tokens``: the
+    allowed. ``num_pages`` (a data shard's) None: 4,096 tokens a sequence, or the whole context
+    where that is shorter; longer ones share, and the youngest is preempted. ``prefill_tokens``: the
     most tokens of one prefill step. ``seed`` feeds the seeds of unseeded requests; None: entropy.
     """
 
@@ -82,7 +83,8 @@ class Engine:
         slots = -(-config.max_num_seqs // shards) * shards
         pages = config.num_pages
         if pages is None:
-            pages = (slots // shards) * -(-self.max_model_len // config.page_size) + 1
+            tokens = max(self.max_model_len, slots // shards * min(self.max_model_len, 4096))
+            pages = -(-tokens // config.page_size) + slots // shards + 1
         self.scheduler = Scheduler(
             slots=slots,
             pages=pages,

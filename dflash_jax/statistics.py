@@ -22,8 +22,9 @@ class DecodeStatistics:
 
     @property
     def tau(self) -> float:
-        """Emitted tokens per cycle; 0 before the first cycle."""
-        return self.emitted / len(self.tokens_per_cycle) if self.tokens_per_cycle else 0.0
+        """Emitted tokens per cycle that emitted any; 0 before the first."""
+        tokens, cycles = cut_cycles(self.tokens_per_cycle, self.emitted)
+        return tokens / cycles if tokens else 0.0
 
     @property
     def histogram(self) -> dict[int, int]:
