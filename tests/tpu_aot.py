@@ -53,12 +53,12 @@ def main(topology_name: str, data: int, model: int) -> None:
     pair = Pair.of(TARGET, DRAFT, sharding, jnp.dtype("bfloat16"))
     assert pair.draft is not None
 
-    def abstract(shape: tuple[int, ...], dtype, spec: PartitionSpec = PartitionSpec()):
-        placement = NamedSharding(sharding.mesh, spec)
+    def abstract(shape: tuple[int, ...], dtype, *axes: str | None):
+        placement = NamedSharding(sharding.mesh, PartitionSpec(*axes))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placement)
 
     heads = kv_heads(TARGET, sharding)
-    pool = abstract((PAGES * data, PAGE_SIZE, heads, 64), jnp.bfloat16, POOL)
+    pool = abstract((PAGES * data, PAGE_SIZE, heads, 64), jnp.bfloat16, *POOL)
     pools = [KVPools((pool,) * n, (pool,) * n) for n in (TARGET.num_layers, DRAFT.num_layers)]
     ints, floats = partial(abstract, dtype=jnp.int32), partial(abstract, dtype=jnp.float32)
     state = DecodeState(*pools, ints((SLOTS + 1,)), ints((SLOTS + 1,)))
