@@ -10,18 +10,17 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import TransformerConfig
 from dflash_jax.layers import Attend
 from dflash_jax.sampling import SamplingRows
-from dflash_jax.sharding import Sharding
+from dflash_jax.sharding import Sharding, partition
 from pallas_kernels import block_attention, write_rows
 
-POOL = P("data", None, "model", None)
-ROWS = P("data", None, "model", None)  # q, k, v: [B, T, heads, H]
-TABLE, VECTOR = P("data", None), P("data")
+POOL = partition("pages", None, "kv_heads", None)
+ROWS = partition("rows", None, "heads", None)  # q, k, v: [B, T, heads, H]
+TABLE, VECTOR = partition("rows", None), partition("rows")
 
 
 @jax.tree_util.register_dataclass

@@ -6,7 +6,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache import (
@@ -25,7 +24,7 @@ from dflash_jax.draft import Draft
 from dflash_jax.functional import Functional, Params
 from dflash_jax.models import DenseTarget, TargetOutput
 from dflash_jax.rope import rope_frequencies
-from dflash_jax.sharding import Sharding
+from dflash_jax.sharding import Sharding, partition
 from pallas_kernels import kv_injection
 
 
@@ -80,7 +79,7 @@ class Pair:
         make = partial(
             allocate, pages=pages, page_size=page_size, dtype=self.dtype, sharding=self.sharding
         )
-        replicated = jax.sharding.NamedSharding(self.sharding.mesh, P())
+        replicated = jax.sharding.NamedSharding(self.sharding.mesh, partition())
         zeros = jnp.zeros(slots + 1, jnp.int32, device=replicated)
         return DecodeState(
             make(self.target_config), make(self.draft_config), zeros, jnp.copy(zeros)
@@ -171,10 +170,10 @@ def inject(
         ),
         mesh=pair.sharding.mesh,
         in_specs=(
-            P("data", None, None),
-            P(None, "model"),
-            P(None, "model"),
-            P(),
+            partition("rows", None, None),
+            partition(None, "kv_heads"),
+            partition(None, "kv_heads"),
+            partition(),
             POOL,
             POOL,
             TABLE,

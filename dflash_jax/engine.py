@@ -28,10 +28,16 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """``block_size`` b (anchor included): None takes the draft's; smaller than the draft's is
-    allowed. ``num_pages`` (a data shard's) None: 4,096 tokens a sequence, or the whole context
-    where that is shorter; longer ones share, and the youngest is preempted. ``prefill_tokens``: the
-    most tokens of one prefill step. ``seed`` feeds the seeds of unseeded requests; None: entropy.
+    """How many requests run at once, on how much memory, and how they decode.
+
+    ``max_model_len`` None: the target's. ``num_pages`` (a data shard's) None: 4,096 tokens a
+    sequence, or the whole context where that is shorter; longer ones share, and the youngest is
+    preempted. ``prefill_tokens``: the most tokens of one prefill step, all shards together.
+    ``batch_buckets``: the rows (a data shard's) that decode steps are compiled for; None: powers of
+    two. ``block_size`` b (anchor included) None: the draft's; it may be smaller, 1 being plain
+    decoding. ``verify_width``: how many of the b tokens the target verifies; None: all.
+    ``speculation`` False: plain decoding, no draft. ``seed`` feeds the seeds of unseeded requests;
+    None: entropy.
     """
 
     max_num_seqs: int = 8
@@ -290,7 +296,7 @@ class Engine:
     def _call_decode(self, batch: Batch, speculative: bool) -> tuple[np.ndarray, np.ndarray]:
         step = self._speculate if speculative else self._plain
         self.state, cycle = step(self.params, self.state, batch)
-        return np.asarray(cycle.tokens), np.asarray(cycle.count)
+        return jax.device_get((cycle.tokens, cycle.count))
 
     def _jit(self, step: Callable[..., Any], **static: Any) -> Callable[..., Any]:
         """``step`` over this pair, its state donated. float32 means float32: Hopper and TPU would
@@ -342,6 +348,7 @@ def _prefill_shapes(
     budget: int, slots: int, shards: int, max_model_len: int
 ) -> list[tuple[int, int]]:
     """(rows, chunk) shapes within a token budget: many short prompts or one long chunk."""
-    longest = min(budget, max_model_len)
+    per_shard, slots = max(budget // shards, 1), slots // shards
+    longest = min(per_shard, max_model_len)
     chunks = [c for c in (32, 128, 512, 2048) if c < longest] + [longest]
-    return [(min(max(budget // c // shards, 1), slots // shards) * shards, c) for c in chunks]
+    return [(min(per_shard // c, slots) * shards, c) for c in chunks]

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import jax
 from flax import nnx
 
-from dflash_jax.sharding import Sharding
+from dflash_jax.sharding import Axis, Sharding
 
 ModuleT = TypeVar("ModuleT", bound=nnx.Module)
 Params = Mapping[str, jax.Array]
@@ -21,7 +21,7 @@ class Functional(Generic[ModuleT]):
     graph: nnx.GraphDef
     treedef: Any
     abstract: Mapping[str, jax.ShapeDtypeStruct]
-    axes: Mapping[str, tuple[str | None, ...]]
+    axes: Mapping[str, tuple[Axis, ...]]
     build: Callable[[nnx.Rngs], ModuleT]
 
     @classmethod

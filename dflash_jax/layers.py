@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import TransformerConfig
 from dflash_jax.rope import rope_frequencies
+from dflash_jax.sharding import Axis
 from pallas_kernels import apply_rope
 
 Attend = Callable[[int, Array, Array, Array], Array]
@@ -24,7 +25,7 @@ affair, so one module serves paged decoding, training and a cache-free oracle.""
 def param(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
-    axes: tuple[str | None, ...],
+    axes: tuple[Axis, ...],
     dtype: jnp.dtype,
     stddev: float | None = 0.02,
 ) -> nnx.Param:
@@ -39,7 +40,9 @@ def param(
 class Linear(nnx.Module):
     """x @ kernel, without bias."""
 
-    def __init__(self, n_in: int, n_out: int, axes, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(
+        self, n_in: int, n_out: int, axes: tuple[Axis, ...], *, rngs: nnx.Rngs, dtype: jnp.dtype
+    ):
         self.kernel = param(rngs, (n_in, n_out), axes, dtype)
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
@@ -81,10 +84,10 @@ class Attention(nnx.Module):
     ):
         d, h = config.hidden_size, config.head_dim
         n, k = config.num_heads * h, config.num_kv_heads * h
-        self.q_proj = Linear(d, n, ("embed", "heads"), rngs=rngs, dtype=dtype)
-        self.k_proj = Linear(d, k, ("embed", "kv_heads"), rngs=rngs, dtype=dtype)
-        self.v_proj = Linear(d, k, ("embed", "kv_heads"), rngs=rngs, dtype=dtype)
-        self.o_proj = Linear(n, d, ("heads", "embed"), rngs=rngs, dtype=dtype)
+        self.q_proj = Linear(d, n, ("embed", ("heads", h)), rngs=rngs, dtype=dtype)
+        self.k_proj = Linear(d, k, ("embed", ("kv_heads", h)), rngs=rngs, dtype=dtype)
+        self.v_proj = Linear(d, k, ("embed", ("kv_heads", h)), rngs=rngs, dtype=dtype)
+        self.o_proj = Linear(n, d, (("heads", h), "embed"), rngs=rngs, dtype=dtype)
         if qk_norm:
             self.q_norm = RMSNorm(h, config.rms_norm_eps, rngs=rngs, dtype=dtype)
             self.k_norm = RMSNorm(h, config.rms_norm_eps, rngs=rngs, dtype=dtype)

@@ -25,7 +25,7 @@ def resolve(name_or_path: str | Path) -> Path:
     if not name:  # pathlib would read it as the working directory
         raise ResolveError(f"the name is empty; {ACCEPTED}")
     path = Path(name).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix in (".gguf", ".safetensors")):
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     if path.exists():
         raise ResolveError(f"{name} is a file of another kind; {ACCEPTED}")

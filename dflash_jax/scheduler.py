@@ -156,7 +156,7 @@ class Scheduler:
         while self.waiting:
             sequence = self.waiting[0]
             # The whole prompt's pages and the first cycle's at once: what is admitted can end its
-            # prefill, and is not preempted before it has decoded.
+            # prefill and decode once, unless an older row needs its pages first.
             needed = self._pages_for(sequence.prefill_target + self.lookahead)
             shard = max(
                 (s for s in range(self.shards) if self._free_slots[s]),

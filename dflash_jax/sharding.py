@@ -1,7 +1,7 @@
 """The ("data", "model") mesh and the table from logical to mesh axes.
 
-Slots and pages split over "data" (each shard owns its slots, its pages and its page ids); heads,
-ffn and vocabulary split over "model".
+Rows of a batch and pages split over "data" (each shard owns its slots, its pages and its page ids);
+heads, ffn and vocabulary split over "model".
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 RULES: Mapping[str, str | None] = {
-    "slots": "data",
+    "rows": "data",
     "pages": "data",
     "vocab": "model",
     "heads": "model",
@@ -20,6 +20,18 @@ RULES: Mapping[str, str | None] = {
     "ffn": "model",
     "embed": None,
 }
+
+Axis = str | tuple[str, int] | None
+"""A logical axis; (axis, unit) where it may only be cut between units: a head's dims stay together."""
+
+
+def partition(*axes: Axis) -> PartitionSpec:
+    """Placement of logical ``axes``, by ``RULES``."""
+    return PartitionSpec(*(RULES[_name(axis)] if axis else None for axis in axes))
+
+
+def _name(axis: str | tuple[str, int]) -> str:
+    return axis if isinstance(axis, str) else axis[0]
 
 
 def make_mesh(data: int = 1, model: int = 1, devices=None) -> Mesh:
@@ -48,20 +60,11 @@ class Sharding:
     def model(self) -> int:
         return self.mesh.shape["model"]
 
-    def spec(
-        self, axes: tuple[str | None, ...], shape: tuple[int, ...] | None = None
-    ) -> PartitionSpec:
-        """Placement of logical ``axes``. Where ``shape`` is given, a dim that its mesh axis does
-        not divide is replicated (a kv head shared by several chips, an odd vocabulary)."""
-        names = [RULES[axis] if axis else None for axis in axes]
-        if shape is not None:
-            names = [
-                name if name and dim % self.mesh.shape[name] == 0 else None
-                for name, dim in zip(names, shape, strict=True)
-            ]
-        return PartitionSpec(*names)
-
-    def of(
-        self, axes: tuple[str | None, ...], shape: tuple[int, ...] | None = None
-    ) -> NamedSharding:
-        return NamedSharding(self.mesh, self.spec(axes, shape))
+    def of(self, axes: tuple[Axis, ...], shape: tuple[int, ...]) -> NamedSharding:
+        """Placement of an array. A dim whose units its mesh axis does not divide is replicated: kv
+        heads that several chips share, an odd vocabulary."""
+        names: list[str | None] = []
+        for axis, dim, name in zip(axes, shape, partition(*axes), strict=True):
+            units = dim // axis[1] if isinstance(axis, tuple) else dim
+            names.append(name if name and units % self.mesh.shape[name] == 0 else None)
+        return NamedSharding(self.mesh, PartitionSpec(*names))

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.tpu_aot,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,
-        reason="libtpu is not installed; the extra `aot` brings it",
+        reason="libtpu is not installed; the extra `tpu` brings it",
     ),
 ]
 
