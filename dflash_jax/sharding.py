@@ -22,7 +22,7 @@ RULES: Mapping[str, str | None] = {
 }
 
 Axis = str | tuple[str, int] | None
-"""A logical axis; (axis, unit) where it may only be cut between units: a head's dims stay together."""
+"""A logical axis; (axis, unit) where it is cut between units only: a head stays whole."""
 
 
 def partition(*axes: Axis) -> PartitionSpec:
