@@ -5,12 +5,14 @@ result = llm.generate("The capital of France is", max_new_tokens=32)
 print(result.text, result.statistics.tau)
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,7 +28,7 @@ from dflash_jax.checkpoint import (
 from dflash_jax.decoder import Pair, PairParams
 from dflash_jax.engine import Engine, EngineConfig
 from dflash_jax.hf_config import read_draft_config, read_target_config
-from dflash_jax.request import FinishReason, Request, SamplingParams
+from dflash_jax.request import FinishReason, Request, SamplingParams, Update
 from dflash_jax.resolve import resolve
 from dflash_jax.sharding import Sharding, make_mesh
 from dflash_jax.statistics import DecodeStatistics
@@ -81,6 +83,7 @@ class LLM:
         server applies and the library only reports."""
         self.engine, self.tokenizer, self.name, self.defaults = engine, tokenizer, name, defaults
         self._ids = itertools.count()
+        self._arrived: dict[str, deque[tuple[Update, float]]] = {}  # by live request
 
     @property
     def pair(self) -> Pair:
@@ -140,15 +143,21 @@ class LLM:
         *,
         stop: Sequence[str] = (),
         **settings: Any,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece]:
         """Continue one prompt, a piece a step; the join of the pieces is generate's output.
         A stream that is closed early frees what it holds."""
-        for _, (piece, _) in self._run([prompt], _sampling(sampling, settings), stop):
-            yield piece
+        run = self._run([prompt], _sampling(sampling, settings), stop)
+
+        def pieces() -> Generator[Piece]:
+            with contextlib.closing(run):
+                for _, (piece, _) in run:
+                    yield piece
+
+        return pieces()
 
     def _run(
         self, prompts: list[Prompt], sampling: SamplingParams, stop: Sequence[str]
-    ) -> Iterator[tuple[int, tuple[Piece, float]]]:
+    ) -> Generator[tuple[int, tuple[Piece, float]]]:
         if stop and self.tokenizer is None:
             raise ValueError(f"{self.name} has no tokenizer; stop strings need one")
         encoded = [self.encode(prompt) for prompt in prompts]
@@ -159,27 +168,35 @@ class LLM:
                 # One token more than asked for is run and cut: then the cycles alone commit
                 # max_new_tokens, as the reference implementation counts them.
                 longer = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens + 1)
-                self.engine.add(Request(request_id, ids, longer))
                 text = TextStream(self.tokenizer, stop=tuple(stop)) if self.tokenizer else None
+                self.engine.add(Request(request_id, ids, longer))
                 live[request_id] = _Live(index, text, sampling.max_new_tokens)
+                self._arrived[request_id] = deque()
             while live:
-                started = time.perf_counter()
-                updates = self.engine.step()
-                seconds = time.perf_counter() - started
-                for update in updates:
-                    if update.request_id not in live:
-                        continue  # another driver's request
-                    request = live[update.request_id]
-                    piece, ended = request.take(
-                        update.tokens, update.finish_reason, update.committed
-                    )
-                    if ended:
-                        del live[update.request_id]
-                        self.engine.abort(update.request_id)  # a stop string ends it early
-                    yield request.index, (piece, seconds)
+                request_id = next((i for i in live if self._arrived[i]), None)
+                if request_id is None:
+                    self._step()
+                    continue
+                update, seconds = self._arrived[request_id].popleft()
+                request = live[request_id]
+                piece, ended = request.take(update.tokens, update.finish_reason, update.committed)
+                if ended:
+                    del live[request_id], self._arrived[request_id]
+                    self.engine.abort(request_id)  # a stop string ends it early
+                yield request.index, (piece, seconds)
         finally:
             for request_id in live:
+                del self._arrived[request_id]
                 self.engine.abort(request_id)
+
+    def _step(self) -> None:
+        """One step, and its updates to whom they belong: several streams may be open."""
+        started = time.perf_counter()
+        updates = self.engine.step()
+        seconds = time.perf_counter() - started
+        for update in updates:
+            if update.request_id in self._arrived:
+                self._arrived[update.request_id].append((update, seconds))
 
 
 class _Live:

@@ -18,40 +18,61 @@ from pathlib import Path
 import jax.numpy as jnp
 
 import dflash_jax
-from dflash_jax.checkpoint import export_draft
+from dflash_jax.checkpoint import CheckpointError, export_draft
+from dflash_jax.config_keys import ConfigError
 from dflash_jax.decoder import Pair
+from dflash_jax.embedded import EmbeddedModelError
 from dflash_jax.engine import Engine
 from dflash_jax.generate import LLM
 from dflash_jax.request import SamplingParams
+from dflash_jax.resolve import ResolveError
 from dflash_jax.speculative import DraftSampling
-from train.data import pack, read_samples
+from dflash_jax.tokenizer import TokenizerError
+from train.data import DataError, pack, read_samples
 from train.evaluate import evaluate
 from train.initial import draft_from_target, random_draft
-from train.loop import train
-from train.prompts import Prompt, clean_self_written
+from train.loop import TrainingDiverged, train
+from train.prompts import Prompt, clean_self_written, drop_contaminated, wording
 from train.recipes import RECIPES, Recipe
 from train.regenerate import regenerate, self_written_prompts
 
 STAGES = ("regenerate", "train", "evaluate")
-# (block size, how draft tokens are taken, temperatures), the shipped setting first
+ANSWERS, DRAFT = "answers.jsonl", "draft"  # what one stage leaves for the next
+# (b is the draft's over this, how draft tokens are taken, temperatures)
 EVALUATED: tuple[tuple[int, DraftSampling, tuple[float, ...]], ...] = (
-    (16, "argmax", (0.0, 1.0)),
-    (16, "coupled", (1.0,)),
-    (8, "argmax", (0.0,)),
+    (1, "argmax", (0.0, 1.0)),
+    (1, "coupled", (1.0,)),
+    (2, "argmax", (0.0,)),
     (4, "argmax", (0.0,)),
 )
+EXPECTED = (
+    ConfigError,
+    CheckpointError,
+    TokenizerError,
+    ResolveError,
+    EmbeddedModelError,
+    DataError,
+    TrainingDiverged,
+)
+"""Errors whose message says all; anything else keeps its traceback."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    """Exits with 2 and one line that says why, where the run cannot be done."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
     recipe = RECIPES[options.recipe]
-    options.work.mkdir(parents=True, exist_ok=True)
-    if "regenerate" in options.stage:
-        _regenerate(recipe, options)
-    if "train" in options.stage:
-        _train(recipe, options)
-    if "evaluate" in options.stage:
-        _evaluate(recipe, options)
+    try:
+        prompts, held_out = _inputs(options)
+        options.work.mkdir(parents=True, exist_ok=True)
+        if "regenerate" in options.stage:
+            _regenerate(recipe, options, prompts, held_out)
+        if "train" in options.stage:
+            _train(recipe, options)
+        if "evaluate" in options.stage:
+            _evaluate(recipe, options, held_out)
+    except EXPECTED as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,8 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stage", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--target", type=Path, help="the target's files, if not the recipe's")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="budget of each stage")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="of the evaluation")
+    parser.add_argument("--seconds", type=_positive, default=math.inf, help="budget of each stage")
+    parser.add_argument("--max-new-tokens", type=_natural, default=256, help="of the evaluation")
     return parser
 
 
@@ -72,25 +93,77 @@ def _load(recipe: Recipe, options: argparse.Namespace, **kwargs) -> LLM:
     return dflash_jax.load(options.target or recipe.target, dtype=options.dtype, **kwargs)
 
 
-def _read_prompts(path: Path) -> list[Prompt]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [Prompt(**json.loads(line)) for line in lines]
+def _inputs(options: argparse.Namespace) -> tuple[list[Prompt], list[Prompt]]:
+    """(prompts, evaluation prompts), read before anything slow begins.
+
+    Raises DataError naming what a stage would miss.
+    """
+    needed = {
+        "regenerate": options.prompts or "--prompts",
+        "train": None if "regenerate" in options.stage else options.work / ANSWERS,
+        "evaluate": options.evaluation or "--evaluation",
+    }
+    for stage in options.stage:
+        missing = needed[stage]
+        if isinstance(missing, str):
+            raise DataError(f"the stage {stage} needs {missing}")
+        if missing is not None and not missing.is_file():
+            raise DataError(f"the stage {stage} needs {missing}, which is no file")
+    draft = options.work / DRAFT
+    if "evaluate" in options.stage and "train" not in options.stage and not draft.is_dir():
+        raise DataError(f"the stage evaluate needs {draft}, which the stage train writes")
+    return _read_prompts(options.prompts), _read_prompts(options.evaluation)
 
 
-def _regenerate(recipe: Recipe, options: argparse.Namespace) -> None:
+def _read_prompts(path: Path | None) -> list[Prompt]:
+    """Raises DataError naming the first line that is no prompt."""
+    if path is None:
+        return []
+    if not path.is_file():
+        raise DataError(f"{path} is no file")
+    prompts = []
+    # Lines of bytes: str.splitlines would also split at U+2028 within a text.
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            prompt = Prompt(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path}:{number}: {error}; expected id, source and text") from error
+        if not all(isinstance(value, str) for value in vars(prompt).values()):
+            raise DataError(f"{path}:{number}: id, source and text must be strings")
+        prompts.append(prompt)
+    if not prompts:
+        raise DataError(f"{path} is empty")
+    return prompts
+
+
+def _natural(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _positive(text: str) -> float:
+    if not (value := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+    return value
+
+
+def _regenerate(
+    recipe: Recipe, options: argparse.Namespace, prompts: list[Prompt], held_out: list[Prompt]
+) -> None:
     engine = dataclasses.replace(recipe.engine, speculation=False)
     llm = _load(recipe, options, engine=engine)
     started = time.perf_counter()
-    prompts = _read_prompts(options.prompts)
-    held_out = _read_prompts(options.evaluation) if options.evaluation else []
     if recipe.self_written:
         texts = self_written_prompts(llm, recipe.self_written, seed=1, seconds=options.seconds / 6)
-        seen = {prompt.text for prompt in (*prompts, *held_out)}
-        own = clean_self_written(texts, seen)
+        clean = clean_self_written(texts, {wording(p.text) for p in (*prompts, *held_out)})
+        own = [Prompt(f"self/{i}", "self-written", text) for i, text in enumerate(clean)]
+        own, _ = drop_contaminated(own, {"evaluation": held_out})
         print(f"self-written prompts: {len(texts)} whole, {len(own)} kept")
-        prompts += [Prompt(f"self/{i}", "self-written", text) for i, text in enumerate(own)]
-    out = options.work / "answers.jsonl"
-    random.Random(recipe.loop.seed).shuffle(prompts)  # a budget that ends early cuts all sources
+        prompts = [*prompts, *own]
+    out = options.work / ANSWERS
+    # A budget that ends early cuts all sources.
+    prompts = random.Random(recipe.loop.seed).sample(prompts, len(prompts))
     kinds = len(recipe.answers)
     for number, sampling in enumerate(recipe.answers):
         left = options.seconds - (time.perf_counter() - started)
@@ -107,10 +180,9 @@ def _train(recipe: Recipe, options: argparse.Namespace) -> None:
     )
     target = llm.pair.target_config
     pair = Pair.of(target, recipe.draft_config(target), llm.pair.sharding, llm.pair.dtype)
-    assert pair.draft is not None and pair.draft_config is not None
-    answers = options.work / "answers.jsonl"
+    assert pair.draft_config is not None
     rows = pack(
-        read_samples(answers, vocab_size=target.vocab_size),
+        read_samples(options.work / ANSWERS, vocab_size=target.vocab_size),
         recipe.row_length,
         seed=recipe.loop.seed,
     )
@@ -126,17 +198,18 @@ def _train(recipe: Recipe, options: argparse.Namespace) -> None:
         dataclasses.replace(recipe.loop, seconds=min(options.seconds, recipe.loop.seconds)),
         log=options.work / "train.jsonl",
     )
-    export_draft(options.work / "draft", pair.draft_config, draft, jnp.bfloat16)
-    print(f"exported {options.work / 'draft'}")
+    export_draft(options.work / DRAFT, pair.draft_config, draft, jnp.bfloat16)
+    print(f"exported {options.work / DRAFT}")
 
 
-def _evaluate(recipe: Recipe, options: argparse.Namespace) -> None:
+def _evaluate(recipe: Recipe, options: argparse.Namespace, held_out: list[Prompt]) -> None:
     by_source: dict[str, list[str]] = {}
-    for prompt in _read_prompts(options.evaluation):
+    for prompt in held_out:
         by_source.setdefault(prompt.source, []).append(prompt.text)
-    llm = _load(recipe, options, draft=options.work / "draft", engine=recipe.evaluation)
+    llm = _load(recipe, options, draft=options.work / DRAFT, engine=recipe.evaluation)
     results = []
-    for block_size, draft_sampling, temperatures in EVALUATED:
+    for fraction, draft_sampling, temperatures in EVALUATED:
+        block_size = max(recipe.block_size // fraction, 2)
         engine = dataclasses.replace(
             recipe.evaluation, block_size=block_size, draft_sampling=draft_sampling
         )

@@ -30,7 +30,7 @@ def read_samples(path: Path, *, vocab_size: int, max_bad_share: float = 0.01) ->
     """
     bad: list[str] = []
     lines = 0
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:  # decoded line by line: a bad byte spoils its own line alone
         for number, line in enumerate(file, start=1):
             lines += 1
             try:
@@ -45,14 +45,15 @@ def read_samples(path: Path, *, vocab_size: int, max_bad_share: float = 0.01) ->
         print(f"skipped {line}")
 
 
-def _sample(line: str, vocab_size: int) -> Sample:
+def _sample(line: bytes, vocab_size: int) -> Sample:
     record = json.loads(line)
     ids, mask = record["input_ids"], record["loss_mask"]
     if len(ids) != len(mask):
         raise ValueError(f"{len(ids)} input_ids but {len(mask)} loss_mask")
-    wrong = next((i for i in ids if type(i) is not int or not 0 <= i < vocab_size), None)
-    if wrong is not None:
-        raise ValueError(f"token id {wrong!r} is not in 0..{vocab_size - 1}")
+    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]:
+        raise ValueError(f"token id {wrong[0]!r} is not in 0..{vocab_size - 1}")
+    if wrong := [m for m in mask if type(m) not in (bool, int) or m not in (0, 1)]:
+        raise ValueError(f"loss_mask {wrong[0]!r} is not 0 or 1")
     if not any(a and b for a, b in zip(mask, mask[1:], strict=False)):
         raise ValueError("no two supervised tokens in a row, so no block can be trained on it")
     return Sample(ids, [bool(m) for m in mask])

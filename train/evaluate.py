@@ -30,20 +30,27 @@ class Evaluation:
 
 
 def evaluate(llm: LLM, prompts: Sequence[str], sampling: SamplingParams) -> Evaluation:
-    """Decode every prompt as a single user turn. Each gets its own seed where T > 0."""
+    """Decode every prompt as a single user turn. Each gets its own seed where T > 0.
+
+    Raises ValueError on a prompt that does not fit.
+    """
     engine = llm.engine
     started = time.perf_counter()
     outputs: dict[str, list[int]] = {}
     cycles: dict[str, list[int]] = {}
-    for i, text in enumerate(prompts):
-        ids = llm.encode([{"role": "user", "content": text}])
-        request_id = f"evaluate-{i}"
-        outputs[request_id], cycles[request_id] = [], []
-        engine.add(Request(request_id, ids, dataclasses.replace(sampling, seed=i)))
-    for update in engine.run():
-        outputs[update.request_id] += update.tokens
-        if update.committed is not None:
-            cycles[update.request_id].append(update.committed)
+    try:
+        for i, text in enumerate(prompts):
+            ids = llm.encode([{"role": "user", "content": text}])
+            request_id = f"evaluate-{i}"
+            engine.add(Request(request_id, ids, dataclasses.replace(sampling, seed=i)))
+            outputs[request_id], cycles[request_id] = [], []
+        for update in engine.run():
+            outputs[update.request_id] += update.tokens
+            if update.committed is not None:
+                cycles[update.request_id].append(update.committed)
+    finally:
+        for request_id in outputs:
+            engine.abort(request_id)
     seconds = time.perf_counter() - started
 
     emitted = raw_emitted = count = raw_count = looping = 0

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
+from train.data import DataError
 from train.objective import (
     Metrics,
     ObjectiveConfig,
@@ -64,57 +65,52 @@ def train(
     assert pair.draft is not None
     mesh = pair.sharding.mesh
     split = NamedSharding(mesh, PartitionSpec("data"))
-    masters = {name: value.astype(jnp.float32) for name, value in draft_params.items()}
+    if config.batch_rows % pair.sharding.data:
+        raise ValueError(
+            f"batch_rows {config.batch_rows} must be a multiple of the mesh's {pair.sharding.data} "
+            "data shards"
+        )
+    # Copies: every step donates them, and the caller's (or the target's) arrays must live on.
+    masters = {
+        name: jax.device_put(jnp.array(draft_params[name], jnp.float32), leaf.sharding)
+        for name, leaf in pair.draft.placed(pair.sharding).items()
+    }
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.gradient_clip),
         optax.scale_by_adam(b1=0.9, b2=0.95),
     )
-    optimizer_state = optimizer.init(masters)
-    step = jax.jit(make_step(pair, optimizer, config.objective), donate_argnums=(0, 1))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    optimizer_state = jax.tree.map(
+        lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, everywhere),
+        optimizer.init(masters),
+    )
+    # In and out alike, or the second step would be compiled anew.
+    placements = jax.tree.map(lambda x: x.sharding, (masters, optimizer_state))
+    step = jax.jit(
+        make_step(pair, optimizer, config.objective),
+        donate_argnums=(0, 1),
+        out_shardings=(*placements, None),
+    )
     order = _row_order(rows.tokens.shape[0], config.batch_rows, config.seed)
     key = jax.random.key(config.seed)
-    started = last = time.perf_counter()
-    sums: list[Metrics] = []
-    with _Log(log) as write:
+    tokens = config.batch_rows * rows.tokens.shape[1]
+    with _Log(log, config.log_every, tokens, report) as steps:
         for number in range(config.steps):
-            elapsed = time.perf_counter() - started
-            progress = max(number / config.steps, elapsed / config.seconds)
+            progress = max(number / config.steps, steps.seconds / config.seconds)
             if progress >= 1:
                 break
             chosen = next(order)
             batch = jax.tree.map(lambda x, at=chosen: jax.device_put(x[at], split), rows)
-            rate = jnp.float32(learning_rate(config, progress))
+            rate = learning_rate(config, progress)
             masters, optimizer_state, metrics = step(
                 masters,
                 optimizer_state,
                 target_params,
                 batch,
                 jax.random.fold_in(key, number),
-                rate,
+                jnp.float32(rate),
             )
-            sums.append(metrics)
-            if len(sums) == config.log_every or number == config.steps - 1:
-                record = summarise(sums)
-                now = time.perf_counter()
-                tokens = len(sums) * config.batch_rows * rows.tokens.shape[1]
-                record |= {
-                    "step": number + 1,
-                    "learning_rate": float(rate),
-                    "seconds": now - started,
-                    "tokens_per_second": tokens / (now - last),
-                }
-                if not math.isfinite(record["loss"]):
-                    raise TrainingDiverged(
-                        f"loss {record['loss']} within steps {number + 2 - len(sums)}..{number + 1}"
-                        f"; rows of the last: {chosen.tolist()}"
-                    )
-                write(record)
-                report(
-                    f"step {record['step']} loss {record['loss']:.3f} "
-                    f"accept {record['accept_length']:.3f} first {record['accuracy'][0]:.3f} "
-                    f"{record['tokens_per_second']:.0f} tok/s {record['seconds']:.0f} s"
-                )
-                sums, last = [], now
+            steps.add(_Step(number + 1, rate, chosen, metrics))
     return masters
 
 
@@ -169,31 +165,75 @@ def summarise(sums: list[Metrics]) -> dict[str, Any]:
 def _row_order(rows: int, batch: int, seed: int) -> Iterator[np.ndarray]:
     """Row indices of every step: a fresh permutation an epoch, the ragged end dropped."""
     if rows < batch:
-        raise ValueError(f"{rows} packed rows are fewer than batch_rows {batch}")
+        raise DataError(f"{rows} packed rows are fewer than batch_rows {batch}")
     random = np.random.default_rng(seed)
     while True:
         permutation = random.permutation(rows)
         yield from permutation[: rows - rows % batch].reshape(-1, batch)
 
 
+class _Step(NamedTuple):
+    number: int
+    learning_rate: float
+    rows: np.ndarray
+    metrics: Metrics
+
+
 class _Log:
-    """JSON lines, one a record; nothing where no path is given."""
+    """Steps summed up ``every`` so many, and at the end: a JSON line (where a path is given) and a
+    line to the reader. Metrics stay on the device until then, so that steps are not waited for.
 
-    def __init__(self, path: Path | None):
-        self._path = path
+    Raises TrainingDiverged.
+    """
 
-    def __enter__(self) -> Callable[[dict[str, Any]], None]:
-        if self._path is None:
-            return lambda record: None
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = self._file = self._path.open("w", encoding="utf-8")
+    def __init__(self, path: Path | None, every: int, tokens: int, report: Callable[[str], None]):
+        self._path, self._every, self._tokens, self._report = path, every, tokens, report
+        self._steps: list[_Step] = []
+        self._started = self._last = time.perf_counter()
+        self._file: TextIO | None = None
 
-        def write(record: dict[str, Any]) -> None:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-
-        return write
-
-    def __exit__(self, *exc: object) -> None:
+    def __enter__(self) -> "_Log":
         if self._path is not None:
-            self._file.close()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("w", encoding="utf-8")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and self._steps:  # time ran out between two lines
+                self._write()
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._started
+
+    def add(self, step: _Step) -> None:
+        self._steps.append(step)
+        if len(self._steps) == self._every:
+            self._write()
+
+    def _write(self) -> None:
+        for step in self._steps:
+            if not math.isfinite(loss := float(step.metrics.weighted_loss)):
+                where = f"step {step.number}, rows {step.rows.tolist()}"
+                raise TrainingDiverged(f"the loss is {loss} at {where}")
+        record = summarise([step.metrics for step in self._steps])
+        now = time.perf_counter()
+        record |= {
+            "step": self._steps[-1].number,
+            "learning_rate": self._steps[-1].learning_rate,
+            "seconds": now - self._started,
+            "tokens_per_second": len(self._steps) * self._tokens / (now - self._last),
+        }
+        self._steps, self._last = [], now
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        self._report(
+            f"step {record['step']} loss {record['loss']:.3f} "
+            f"accept {record['accept_length']:.3f} first {record['accuracy'][0]:.3f} "
+            f"{record['tokens_per_second']:.0f} tok/s {record['seconds']:.0f} s"
+        )

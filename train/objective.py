@@ -69,7 +69,8 @@ def target_features(
     visible = same & (index[:, None] >= index[None, :])[None]
 
     def attend(_: int, q: Array, k: Array, v: Array) -> Array:
-        return jax.nn.dot_product_attention(q, k, v, mask=visible[:, None])
+        with jax.numpy_dtype_promotion("standard"):  # jax's own widens its logits implicitly
+            return jax.nn.dot_product_attention(q, k, v, mask=visible[:, None])
 
     output = target(rows.tokens, rows.positions, attend, taps)
     return jax.lax.stop_gradient(output.features)

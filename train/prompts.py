@@ -190,14 +190,15 @@ def _distinct(texts: Iterable[str], seen: set[str]) -> list[str]:
     """Keeps the first text of each wording (case, spaces and marks aside); adds it to `seen`."""
     kept = []
     for text in texts:
-        key = _wording(text)
+        key = wording(text)
         if key not in seen:
             seen.add(key)
             kept.append(text)
     return kept
 
 
-def _wording(text: str) -> str:
+def wording(text: str) -> str:
+    """What texts that differ in case, spaces and marks alone have in common."""
     return " ".join(re.findall(r"[^\W_]+|[-+*/^=<>%]", text.lower()))
 
 

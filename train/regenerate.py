@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -58,35 +58,40 @@ def run_all(
     *,
     seconds: float = float("inf"),
     report: Callable[[str], None] = print,
-) -> Iterable[tuple[str, list[int]]]:
-    """Run requests at full batch; yields (id, output ids) as each one ends."""
+) -> Generator[tuple[str, list[int]]]:
+    """Run requests at full batch; yields (id, output ids) as each one ends. Closed early, it frees
+    what it holds."""
     started = last = time.perf_counter()
     pending = iter(requests)
     answers: dict[str, list[int]] = {}
     slots = engine.config.max_num_seqs
     exhausted, finished, tokens = False, 0, 0
-    while True:
-        # Prefill many at once: a refill of every freed slot would prefill almost empty batches.
-        refill = len(answers) <= slots - max(slots // 8, 1)
-        while refill and not exhausted and len(answers) < slots:
-            request = next(pending, None)
-            if request is None or time.perf_counter() - started > seconds:
-                exhausted = True
-                break
-            engine.add(request)
-            answers[request.id] = []
-        if not engine.has_work:
-            return
-        for update in engine.step():
-            answers[update.request_id] += update.tokens
-            tokens += len(update.tokens)
-            if update.finish_reason is not None:
-                finished += 1
-                yield update.request_id, answers.pop(update.request_id)
-        now = time.perf_counter()
-        if now - last > 10:
-            report(f"{finished} answers, {tokens} tokens, {tokens / (now - started):.0f} tok/s")
-            last = now
+    try:
+        while True:
+            # Prefill many at once: a refill of every freed slot would prefill almost empty batches.
+            refill = len(answers) <= slots - max(slots // 8, 1)
+            while refill and not exhausted and len(answers) < slots:
+                request = next(pending, None)
+                if request is None or time.perf_counter() - started > seconds:
+                    exhausted = True
+                    break
+                engine.add(request)
+                answers[request.id] = []
+            if not engine.has_work:
+                return
+            for update in engine.step():
+                answers[update.request_id] += update.tokens
+                tokens += len(update.tokens)
+                if update.finish_reason is not None:
+                    finished += 1
+                    yield update.request_id, answers.pop(update.request_id)
+            now = time.perf_counter()
+            if now - last > 10:
+                report(f"{finished} answers, {tokens} tokens, {tokens / (now - started):.0f} tok/s")
+                last = now
+    finally:
+        for request_id in answers:
+            engine.abort(request_id)
 
 
 def _write(
@@ -113,7 +118,9 @@ def self_written_prompts(llm: LLM, count: int, *, seed: int, seconds: float) -> 
     rendered = llm.tokenizer.apply_chat_template(
         [{"role": "user", "content": marker}], tokenize=False
     )
-    prefix = tuple(llm.tokenizer(str(rendered).partition(marker)[0])["input_ids"])
+    # The template writes its own special tokens; the tokenizer would put a second BOS before them.
+    opening = llm.tokenizer(str(rendered).partition(marker)[0], add_special_tokens=False)
+    prefix = tuple(opening["input_ids"])
     sampling = SamplingParams(temperature=1.0, top_p=0.95, max_new_tokens=100)
     requests = [
         Request(f"self/{i}", prefix, dataclasses.replace(sampling, seed=seed + i))
