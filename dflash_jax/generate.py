@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, overload
 
 import jax.numpy as jnp
 
@@ -29,7 +29,7 @@ from dflash_jax.decoder import Pair, PairParams
 from dflash_jax.engine import Engine, EngineConfig
 from dflash_jax.hf_config import read_draft_config, read_target_config
 from dflash_jax.request import FinishReason, Request, SamplingParams, Update
-from dflash_jax.resolve import resolve
+from dflash_jax.resolve import ResolveError, resolve
 from dflash_jax.sharding import Sharding, make_mesh
 from dflash_jax.statistics import DecodeStatistics
 from dflash_jax.text import TextStream
@@ -113,14 +113,34 @@ class LLM:
         )
         return tuple(cast(dict[str, list[int]], encoded)["input_ids"])
 
+    @overload
+    def generate(  # pyright: ignore[reportOverlappingOverload]  (a str is a sequence of str)
+        self,
+        prompts: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        **settings: Any,
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        **settings: Any,
+    ) -> list[Generation]: ...
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         **settings: Any,
-    ) -> Any:
+    ) -> Generation | list[Generation]:
         """Continue one prompt (-> Generation) or a list of them (-> list, in order).
 
         ``sampling``, or its fields as keywords (max_new_tokens, temperature, top_p, seed, ...).
@@ -141,7 +161,7 @@ class LLM:
         prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         **settings: Any,
     ) -> Generator[Piece]:
         """Continue one prompt, a piece a step; the join of the pieces is generate's output.
@@ -152,23 +172,27 @@ class LLM:
             with contextlib.closing(run):
                 for _, (piece, _) in run:
                     yield piece
+                    if piece.finish_reason is not None:
+                        return
 
         return pieces()
 
     def _run(
-        self, prompts: list[Prompt], sampling: SamplingParams, stop: Sequence[str]
+        self, prompts: list[Prompt], sampling: SamplingParams, stop: str | Sequence[str]
     ) -> Generator[tuple[int, tuple[Piece, float]]]:
-        if stop and self.tokenizer is None:
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if stops and self.tokenizer is None:
             raise ValueError(f"{self.name} has no tokenizer; stop strings need one")
         encoded = [self.encode(prompt) for prompt in prompts]
+        # Speculation runs one token more than asked for, and cuts it: then the cycles alone commit
+        # max_new_tokens, and tokens_per_cycle is what the reference implementation counts.
+        spare = 1 if self.engine.block_size > 1 else 0
+        longer = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens + spare)
         live: dict[str, _Live] = {}
         try:
             for index, ids in enumerate(encoded):
                 request_id = f"generate-{next(self._ids)}"
-                # One token more than asked for is run and cut: then the cycles alone commit
-                # max_new_tokens, as the reference implementation counts them.
-                longer = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens + 1)
-                text = TextStream(self.tokenizer, stop=tuple(stop)) if self.tokenizer else None
+                text = TextStream(self.tokenizer, stop=stops) if self.tokenizer else None
                 self.engine.add(Request(request_id, ids, longer))
                 live[request_id] = _Live(index, text, sampling.max_new_tokens)
                 self._arrived[request_id] = deque()
@@ -258,8 +282,8 @@ def load(
     """Load a target and its draft from paths or hub ids; with neither, the embedded pair.
 
     A target without a draft decodes plainly. Weights go straight to their shards, one tensor at a
-    time. Raises ConfigError, CheckpointError, ResolveError or EmbeddedModelError, each saying what
-    is wrong and what is accepted.
+    time. Raises ConfigError, CheckpointError, TokenizerError, ResolveError or EmbeddedModelError,
+    each saying what is wrong and what is accepted.
     """
     engine = EngineConfig() if engine is None else engine
     target_path, draft_path = find_pair(model, draft, speculation=engine.speculation)
@@ -267,6 +291,7 @@ def load(
     draft_config = None if draft_path is None else read_draft_config(draft_path, target_config)
     sharding = Sharding(make_mesh(data_parallel, model_parallel))
     pair = Pair.of(target_config, draft_config, sharding, jnp.dtype(dtype))
+    tokenizer = load_tokenizer(target_path)  # before the weights, so that it fails early
     started = time.perf_counter()
     names = target_tensor_name(tie_word_embeddings=target_config.tie_word_embeddings)
     target = load_params(pair.target.placed(sharding), open_source(target_path), names)
@@ -279,7 +304,7 @@ def load(
     name = EMBEDDED_NAME if model is None else str(model).rstrip("/")
     return LLM(
         Engine(pair, PairParams(target, draft_params), engine),
-        load_tokenizer(target_path),
+        tokenizer,
         name,
         _generation_defaults(target_path),
     )
@@ -296,7 +321,10 @@ def find_pair(
     target_path = embedded.fetch_target() if model is None else resolve(model)
     if not speculation or (draft is None and model is not None):
         return target_path, None
-    return target_path, embedded.draft_path() if draft is None else resolve(draft)
+    draft_path = embedded.draft_path() if draft is None else resolve(draft)
+    if draft_path.is_file():
+        raise ResolveError(f"{draft}: a draft is an HF folder with config.json, not a file")
+    return target_path, draft_path
 
 
 def _generation_defaults(path: Path) -> dict[str, Any]:

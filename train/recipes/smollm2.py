@@ -3,8 +3,10 @@
     python -m train.prompts --wheels DIR --out prompts.jsonl --eval-out eval.jsonl
     python -m train smollm2 --prompts prompts.jsonl --evaluation eval.jsonl --work out/smollm2
 
-Hardware and time: one H200, about 5 minutes of answers and 9 of training. Expected tau (greedy,
-b = 16, 256 new tokens, loops excluded) and the run that shipped: the model card beside the draft.
+Hardware and time: one H200, about 6 minutes of answers and 12 of training (--seconds). Expected
+tau: not known yet. The draft that ships is older than this recipe: it came from random weights, in
+two runs of larger batches (its model card says which, and what it reached); LOG.md says why this
+should do better.
 """
 
 from dflash_jax.engine import EngineConfig
