@@ -150,10 +150,11 @@ class LLM:
         many = isinstance(prompts, Sequence) and bool(prompts)
         many = many and not isinstance(prompts, str) and not isinstance(prompts[0], int | dict)
         batch = list(prompts) if many else [prompts]
-        outputs = [_Output() for _ in batch]
-        for index, piece in self._run(batch, _sampling(sampling, settings), stop):  # pyright: ignore[reportArgumentType]
-            outputs[index].add(piece)
-        done = [output.generation(self.tokenizer is not None) for output in outputs]
+        outputs = [Collector() for _ in batch]
+        for index, (piece, seconds) in self._run(batch, _sampling(sampling, settings), stop):  # pyright: ignore[reportArgumentType]
+            outputs[index].add(piece, seconds)
+        has_text = self.tokenizer is not None
+        done = [output.generation(has_text=has_text) for output in outputs]
         return done if many else done[0]
 
     def stream(
@@ -249,15 +250,17 @@ class _Live:
         return piece, reason is not None or finish == "stop"
 
 
-class _Output:
+class Collector:
+    """Adds up the pieces of one output."""
+
     def __init__(self):
         self.ids: list[int] = []
         self.text = ""
         self.statistics = DecodeStatistics()
         self.reason: FinishReason = "abort"
 
-    def add(self, timed: tuple[Piece, float]) -> None:
-        piece, seconds = timed
+    def add(self, piece: Piece, seconds: float) -> None:
+        """``seconds``: wall clock of the step that made the piece."""
         self.ids += piece.output_ids
         self.text += piece.text
         self.reason = piece.finish_reason or self.reason
@@ -266,7 +269,7 @@ class _Output:
             self.statistics.cycle_seconds.append(seconds)
             self.statistics.emitted += len(piece.output_ids)
 
-    def generation(self, has_text: bool) -> Generation:
+    def generation(self, *, has_text: bool) -> Generation:
         return Generation(self.ids, self.text if has_text else None, self.reason, self.statistics)
 
 

@@ -1,6 +1,5 @@
 """``generate``: one prompt continued, as text while it comes or as one JSON object at the end."""
 
-import dataclasses
 import json
 import sys
 import time
@@ -8,8 +7,7 @@ from typing import Any
 
 from dflash_jax.cli.args import GenerateArgs
 from dflash_jax.compilation_cache import keep_compilations
-from dflash_jax.generate import LLM, Generation, Piece, load
-from dflash_jax.statistics import DecodeStatistics
+from dflash_jax.generate import LLM, Collector, Generation, load
 
 
 def run(args: GenerateArgs) -> int:
@@ -28,31 +26,19 @@ def run(args: GenerateArgs) -> int:
 
 
 def _generate(llm: LLM, args: GenerateArgs) -> tuple[Generation, float]:
-    has_text = llm.tokenizer is not None
-    output = Generation([], "" if has_text else None, "abort", DecodeStatistics())
     started = before = time.perf_counter()
+    if args.json:
+        output = llm.generate(args.the_prompt(), args.sampling(), stop=args.stop)
+        return output, time.perf_counter() - started
+    has_text = llm.tokenizer is not None
+    collected = Collector()
     for piece in llm.stream(args.the_prompt(), args.sampling(), stop=args.stop):
         now = time.perf_counter()
-        output = _add(output, piece, now - before)
+        collected.add(piece, now - before)
         before = now
-        if not args.json:
-            shown = piece.text if has_text else "".join(f"{i} " for i in piece.output_ids)
-            print(shown, end="", flush=True)
-    return output, time.perf_counter() - started
-
-
-def _add(output: Generation, piece: Piece, seconds: float) -> Generation:
-    statistics = output.statistics
-    if piece.committed is not None:
-        statistics.tokens_per_cycle.append(piece.committed)
-        statistics.cycle_seconds.append(seconds)
-        statistics.emitted += len(piece.output_ids)
-    return dataclasses.replace(
-        output,
-        output_ids=output.output_ids + piece.output_ids,
-        text=None if output.text is None else output.text + piece.text,
-        finish_reason=piece.finish_reason or output.finish_reason,
-    )
+        shown = piece.text if has_text else "".join(f"{i} " for i in piece.output_ids)
+        print(shown, end="", flush=True)
+    return collected.generation(has_text=has_text), time.perf_counter() - started
 
 
 def _report(output: Generation, seconds: float) -> dict[str, Any]:
