@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -25,6 +26,7 @@ from dflash_jax.checkpoint import (
     open_source,
     target_tensor_name,
 )
+from dflash_jax.config_keys import ConfigError
 from dflash_jax.decoder import Pair, PairParams
 from dflash_jax.engine import Engine, EngineConfig
 from dflash_jax.hf_config import read_draft_config, read_target_config
@@ -38,6 +40,21 @@ from dflash_jax.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 logger = logging.getLogger(__name__)
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+
+HONOURED_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "do_sample")
+"""What the server takes from a checkpoint's generation_config.json."""
+
+_BOOKKEEPING = re.compile(
+    r"_.*|(bos|eos|pad|decoder_start)_token_id|transformers_version|use_cache|cache_.*|output_.*"
+    r"|return_.*|max_length|max_new_tokens|.*assistant.*"
+)
+_OFF_AT_ONE = frozenset(
+    {
+        "repetition_penalty", "encoder_repetition_penalty", "length_penalty", "typical_p",
+        "num_beams", "num_beam_groups", "num_return_sequences",
+    }
+)  # fmt: skip
+"""Settings of generation_config.json that change nothing at 1; all others do not at 0 or empty."""
 
 DType = Literal["float32", "bfloat16"]
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
@@ -292,6 +309,7 @@ def load(
     target_path, draft_path = find_pair(model, draft, speculation=engine.speculation)
     target_config = read_target_config(target_path)
     draft_config = None if draft_path is None else read_draft_config(draft_path, target_config)
+    defaults = _generation_defaults(target_path)
     sharding = Sharding(make_mesh(data_parallel, model_parallel))
     pair = Pair.of(target_config, draft_config, sharding, jnp.dtype(dtype))
     tokenizer = load_tokenizer(target_path)  # before the weights, so that it fails early
@@ -309,7 +327,7 @@ def load(
         Engine(pair, PairParams(target, draft_params), engine),
         tokenizer,
         name,
-        _generation_defaults(target_path),
+        defaults,
     )
 
 
@@ -331,12 +349,36 @@ def find_pair(
 
 
 def _generation_defaults(path: Path) -> dict[str, Any]:
+    """The sampling values of generation_config.json, with a warning of each that is not honoured.
+
+    Raises ConfigError naming an honoured one that is wrong and what is accepted.
+    """
     file = path / "generation_config.json"
     if not path.is_dir() or not file.exists():
         return {}
-    values = json.loads(file.read_text(encoding="utf-8"))
-    known = ("temperature", "top_k", "top_p", "min_p", "do_sample")
-    return {key: values[key] for key in known if values.get(key) is not None}
+    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    defaults = {
+        name: value
+        for name, value in values.items()
+        if value is not None and not _BOOKKEEPING.fullmatch(name)
+    }
+    for name, value in defaults.items():
+        off = value in (0, "", [], {}) or (name in _OFF_AT_ONE and value == 1)
+        if name not in HONOURED_DEFAULTS and not off:
+            logger.warning("%s of the model: %s = %r is not honoured", file.name, name, value)
+    kinds = {"do_sample": (bool,), "top_k": (int,)}
+    honoured = {name: defaults[name] for name in HONOURED_DEFAULTS if name in defaults}
+    for name, value in honoured.items():
+        accepted = kinds.get(name, (int, float))
+        if type(value) not in accepted:
+            kind = " or ".join(k.__name__ for k in accepted)
+            raise ConfigError(f"{file}: {name} must be of type {kind}, got {value!r}")
+    honoured.pop("do_sample", None)
+    try:
+        SamplingParams(**honoured)
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    return defaults
 
 
 def _sampling(sampling: SamplingParams | None, settings: dict[str, Any]) -> SamplingParams:

@@ -44,13 +44,20 @@ def test_vllms_speculative_config():
     assert args.engine_config().block_size == 16
 
 
+def test_the_kv_cache_in_tokens_is_whole_pages_and_the_null_page():
+    assert parse_args([]).engine_config().num_pages is None
+    for name in ("--kv-cache-tokens", "--max-total-tokens"):
+        args = parse_args([name, "100", "--page-size", "16", "--max-model-len", "100"])
+        assert args.engine_config().num_pages == 7 + 1
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--mod", "x"], "unrecognized arguments: --mod"),
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is not supported"),
-        (["--gpu-memory-utilization", "0.9"], "set these two"),
+        (["--gpu-memory-utilization", "0.9"], "set --kv-cache-tokens"),
         (["--quantization", "awq"], "not supported"),
         (["--speculative-config", '{"methd": "dflash"}'], "unknown key 'methd'"),
         (["--speculative-config", '{"method": "eagle"}'], "method must be dflash"),
@@ -65,6 +72,8 @@ def test_vllms_speculative_config():
         (["--model", "m", "--speculative-block-size", "8"], "needs a draft"),
         (["--speculative-block-size", "1"], "at least 2"),
         (["--max-num-seqs", "0"], "--max-num-seqs must be at least 1"),
+        (["--kv-cache-tokens", "63", "--max-model-len", "64"], "at least 64, got 63"),
+        (["--kv-cache-tokens", "0"], "one full context, at least 2, got 0"),
         (["--port", "70000"], "--port must be in"),
         (["--max-model-len", "1"], "at least 2"),
         (["--shutdown-timeout", "nan"], "at least 0"),

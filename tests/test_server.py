@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from serving import MODEL, Running, run_server, solo
 from tiny_model import write_model
 
+import dflash_jax
 from dflash_jax.engine import EngineConfig
 from dflash_jax.generate import LLM, load
 
@@ -299,7 +300,7 @@ def test_models_and_operations(server):
     assert server.get("/v1/models/other").status_code == 404
     assert server.get("/health").json()["status"] == "ready"
     assert server.get("/ready").status_code == 200
-    assert server.get("/version").json()["version"]
+    assert server.get("/version").json()["version"] == dflash_jax.__version__
     assert server.get("/server_info").json()["engine"]["max_num_seqs"] == 4
     assert server.get("/flush_cache").status_code == server.post("/flush_cache", {}).status_code
     names = server.get("/metrics").text

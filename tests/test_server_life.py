@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,12 +14,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import run_server
+from serving import run_server, solo
 from tiny_model import write_model
 
+from dflash_jax.config_keys import ConfigError
 from dflash_jax.engine import EngineConfig
 from dflash_jax.generate import LLM, load
-from dflash_jax.request import Update
+from dflash_jax.request import Request, SamplingParams, Update
 
 CONFIG = EngineConfig(max_num_seqs=2, max_model_len=128, prefill_tokens=32)
 SHORT = {"prompt": "a", "max_tokens": 2}
@@ -34,11 +36,13 @@ class Gate:
     """Holds every step of an engine until it is opened; fails them when told to."""
 
     def __init__(self, llm: LLM):
-        self.llm, self.open, self.broken = llm, threading.Event(), False
+        self.llm, self.broken = llm, False
+        self.entered, self.open = threading.Event(), threading.Event()
         self._step = llm.engine.step
         llm.engine.step = self.step  # pyright: ignore[reportAttributeAccessIssue]
 
     def step(self) -> list[Update]:
+        self.entered.set()
         assert self.open.wait(60)
         if self.broken:
             raise RuntimeError("device lost")
@@ -120,6 +124,30 @@ def test_an_id_in_use_is_refused(gate):
         assert server.post("/v1/completions", body).status_code == 200
 
 
+def test_a_retry_sees_nothing_of_the_request_it_replaces(gate):
+    """The first client leaves during a step and comes back under its id, with another prompt."""
+    sampling = SamplingParams(max_new_tokens=5, ignore_eos=True)
+
+    with run_server(lambda: gate.llm) as server:
+
+        async def leave_and_retry() -> list[Update]:
+            first = await server.engine.submit([Request("one", (5, 6, 7), sampling)])
+            await asyncio.to_thread(gate.entered.wait, 60)
+            first.close()
+            retry = asyncio.create_task(server.engine.submit([Request("one", (8, 9), sampling)]))
+            await asyncio.sleep(0)  # it is registered, and waits for the step to end
+            assert server.engine.live_ids() == ("one",)
+            gate.open.set()
+            return [update async for update in await retry]
+
+        updates = asyncio.run_coroutine_threadsafe(leave_and_retry(), server.loop).result(60)
+    assert {update.request_id for update in updates} == {"one"}
+    tokens, reason = solo(gate.llm, (8, 9), max_new_tokens=5, ignore_eos=True)
+    assert [token for update in updates for token in update.tokens] == tokens
+    assert updates[-1].finish_reason == reason
+    assert solo(gate.llm, (5, 6, 7), max_new_tokens=1)[0] != tokens[:1]
+
+
 def test_a_failing_step_fails_its_requests_and_health(gate):
     with run_server(lambda: gate.llm) as server:
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -184,6 +212,43 @@ def test_draining_cuts_off_what_takes_too_long(gate):
         assert answer.status_code == 503 and "shutting down" in answer.text
         assert not drained.result()
         gate.llm.engine.scheduler.check_integrity()
+
+
+def with_generation_config(folders, folder: Path, values: object) -> tuple[Path, Path]:
+    target, draft = folders
+    shutil.copytree(target, folder / "target")
+    (folder / "target" / "generation_config.json").write_text(json.dumps(values))
+    return folder / "target", draft
+
+
+def test_what_the_checkpoint_asks_for_and_does_not_get_is_warned_of(folders, tmp_path, caplog):
+    values = {
+        "temperature": 0.6, "top_p": None, "do_sample": True, "repetition_penalty": 1.05,
+        "length_penalty": 1.0, "no_repeat_ngram_size": 0, "eos_token_id": 2, "use_cache": True,
+        "_from_model_config": True, "output_scores": False, "max_length": 20,
+    }  # fmt: skip
+    llm = load(*with_generation_config(folders, tmp_path, values), engine=CONFIG)
+    assert llm.defaults == {
+        "temperature": 0.6, "do_sample": True, "repetition_penalty": 1.05, "length_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+    }  # fmt: skip
+    told = [r.message for r in caplog.records if "not honoured" in r.message]
+    assert len(told) == 1 and "repetition_penalty = 1.05" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"temperature": -1}, "temperature must be a number from 0 to 100, got -1"),
+        ({"top_p": 0}, r"top_p must be in \(0, 1\], got 0"),
+        ({"top_k": 5.5}, "top_k must be of type int, got 5.5"),
+        ({"do_sample": "yes"}, "do_sample must be of type bool, got 'yes'"),
+    ],
+)
+def test_a_bad_generation_config_is_one_error_at_load(folders, tmp_path, values, reason):
+    paths = with_generation_config(folders, tmp_path, values)
+    with pytest.raises(ConfigError, match=rf"generation_config.json: {reason}"):
+        load(*paths, engine=CONFIG)
 
 
 class Process:

@@ -16,7 +16,7 @@ import uvicorn
 from prometheus_client import disable_created_metrics
 
 from dflash_jax.compilation_cache import keep_compilations
-from dflash_jax.generate import LLM, load
+from dflash_jax.generate import HONOURED_DEFAULTS, LLM, load
 from dflash_jax.serve.api import ApiConfig
 from dflash_jax.serve.app import create_app
 from dflash_jax.serve.args import ServeArgs, parse_args
@@ -25,8 +25,6 @@ from dflash_jax.serve.metrics import Metrics
 from dflash_jax.serve.selftest import SelfTest, canned_prompt, run_self_test
 
 logger = logging.getLogger("dflash_jax.serve")
-
-HONOURED_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "do_sample")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,9 +141,10 @@ def start_up(args: ServeArgs) -> tuple[LLM, SelfTest]:
         llm.name, time.perf_counter() - started, speculation, engine.max_model_len,
         engine.config.max_num_seqs,
     )  # fmt: skip
-    for name, value in llm.defaults.items():
-        how = "is the default of requests" if name in HONOURED_DEFAULTS else "is NOT honoured"
-        logger.info("generation_config: %s = %s %s", name, value, how)
+    for name in HONOURED_DEFAULTS:  # load has warned of the others
+        if name in llm.defaults:
+            value = llm.defaults[name]
+            logger.info("generation_config.json: %s = %s is the default of requests", name, value)
     started = time.perf_counter()
     engine.warm_up(lambda line: logger.info("%s", line))
     logger.info("compiled everything in %.1f s", time.perf_counter() - started)

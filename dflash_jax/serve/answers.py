@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from dflash_jax.request import Update
-from dflash_jax.serve.async_engine import Generation
+from dflash_jax.serve.async_engine import Submission
 from dflash_jax.serve.metrics import Metrics
 from dflash_jax.text import Delta, TextStream
 
@@ -52,17 +52,17 @@ class Answer:
 
 
 async def deltas(
-    generation: Generation, answers: Sequence[Answer], metrics: Metrics
+    submission: Submission, answers: Sequence[Answer], metrics: Metrics
 ) -> AsyncIterator[tuple[int, Delta]]:
     """(index, delta) of every answer until all have ended; frees everything however it is left."""
     index = {answer.request_id: i for i, answer in enumerate(answers)}
     try:
-        async for update in generation:
+        async for update in submission:
             i = index[update.request_id]
             delta = answers[i].take(update, metrics)
             if delta.finish_reason is not None and update.finish_reason is None:
-                generation.stop(update.request_id)  # a stop string, which the engine cannot see
+                submission.stop(update.request_id)  # a stop string, which the engine cannot see
             yield i, delta
     finally:
-        generation.close()
+        submission.close()
         metrics.aborted.inc(sum(answer.finish_reason is None for answer in answers))

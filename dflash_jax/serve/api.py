@@ -5,7 +5,6 @@ import dataclasses
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -13,9 +12,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from dflash_jax import __version__
 from dflash_jax.request import Request, SamplingParams
 from dflash_jax.serve.answers import Answer, deltas
-from dflash_jax.serve.async_engine import AsyncEngine, Generation
+from dflash_jax.serve.async_engine import AsyncEngine, Submission
 from dflash_jax.serve.errors import ApiError
 from dflash_jax.serve.metrics import Metrics
 from dflash_jax.serve.prompts import encode, render_chat
@@ -110,15 +110,15 @@ class Api:
         prefix = "chatcmpl" if chat else "cmpl"
         answer_id = body.request_id or f"{prefix}-{uuid.uuid4().hex}"
         params = self._params(body, max_tokens, body.seed, max_name)
-        generation, answers = await self._submit(
+        submission, answers = await self._submit(
             answer_id, prompts, body, params, bool(body.include_stop_str_in_output)
         )
         shape = OpenAIShape(answer_id, self._name, chat=chat)
-        changes = deltas(generation, answers, self._metrics)
+        changes = deltas(submission, answers, self._metrics)
         if body.stream:
             events = shape.events(changes, answers, include_usage=include_usage)
-            return EventStream(events, generation.close)
-        return await self._whole(http, generation, changes, lambda: shape.whole(answers))
+            return EventStream(events, submission.close)
+        return await self._whole(http, submission, changes, lambda: shape.whole(answers))
 
     async def generate(self, http: HttpRequest) -> Response:
         body = await self._read(http, NativeRequest)
@@ -132,21 +132,21 @@ class Api:
         asked = 128 if sampling.max_new_tokens is None else sampling.max_new_tokens  # SGLang's
         params = self._params(sampling, asked, sampling.sampling_seed, "max_new_tokens")
         answer_id = body.rid or uuid.uuid4().hex
-        generation, answers = await self._submit(
+        submission, answers = await self._submit(
             answer_id, prompts, sampling, params, bool(sampling.no_stop_trim)
         )
-        changes = deltas(generation, answers, self._metrics)
+        changes = deltas(submission, answers, self._metrics)
         many = isinstance(source, list) and isinstance(source[0], str | list)
         if body.stream:
-            return EventStream(native_events(changes, answers, many=many), generation.close)
+            return EventStream(native_events(changes, answers, many=many), submission.close)
         objects = lambda: [native(answer) for answer in answers]  # noqa: E731
         answer = objects if many else lambda: objects()[0]
-        return await self._whole(http, generation, changes, answer)
+        return await self._whole(http, submission, changes, answer)
 
     async def _whole(
         self,
         http: HttpRequest,
-        generation: Generation,
+        submission: Submission,
         changes: AsyncIterator[Any],
         answer: Callable[[], Any],
     ) -> Response:
@@ -158,7 +158,7 @@ class Api:
         try:
             response = await unless_disconnected(http.receive, finish())
         finally:
-            generation.close()
+            submission.close()
         return response or Response(status_code=GONE)
 
     async def _submit(
@@ -168,7 +168,7 @@ class Api:
         sampling: Sampling,
         params: SamplingParams,
         include_stop: bool,
-    ) -> tuple[Generation, list[Answer]]:
+    ) -> tuple[Submission, list[Answer]]:
         """Admit every prompt of one answer, or none."""
         served = self._engine.served
         assert served.tokenizer is not None
@@ -305,11 +305,7 @@ class Api:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def version(self, _: HttpRequest) -> Response:
-        try:
-            ours = version("dflash_jax")
-        except PackageNotFoundError:  # run from a checkout
-            ours = "0"
-        return JSONResponse({"version": ours, "jax": jax.__version__})
+        return JSONResponse({"version": __version__, "jax": jax.__version__})
 
     async def server_info(self, _: HttpRequest) -> Response:
         served = self._engine.served

@@ -91,6 +91,11 @@ class ServeArgs:
         "--max-num-batched-tokens", "--chunked-prefill-size", default=512, type=int,
     )  # fmt: skip
     page_size: int = flag("tokens of a KV page", "--page-size", default=16, type=int)
+    kv_cache_tokens: int | None = flag(
+        "tokens of KV that a copy of the model holds, at least one --max-model-len (default: 4,096 "
+        "a sequence, or the context where shorter); when it is full the youngest request waits",
+        "--kv-cache-tokens", "--max-total-tokens", type=int,
+    )  # fmt: skip
     dtype: Dtype = flag(
         "auto: float32 on CPU, bfloat16 on GPU and TPU", "--dtype", default="auto",
         **choices(Dtype),
@@ -165,6 +170,11 @@ class ServeArgs:
                 )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"--max-model-len must be at least 2, got {self.max_model_len}")
+        kv, context = self.kv_cache_tokens, self.max_model_len or 2
+        if kv is not None and kv < context:  # the engine checks a target's own context
+            raise ValueError(
+                f"--kv-cache-tokens must hold one full context, at least {context}, got {kv}"
+            )
         if self.max_queued_requests < 0 or not 0 <= self.shutdown_timeout < float("inf"):
             raise ValueError("--max-queued-requests and --shutdown-timeout must be at least 0")
         if not 0 <= self.port < 2**16:
@@ -180,10 +190,14 @@ class ServeArgs:
             raise ValueError(f"{name} is {value} and {other_name} is {other}: they contradict")
 
     def engine_config(self) -> EngineConfig:
+        pages = None
+        if self.kv_cache_tokens is not None:
+            pages = -(-self.kv_cache_tokens // self.page_size) + 1  # and the null page
         return EngineConfig(
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             page_size=self.page_size,
+            num_pages=pages,
             prefill_tokens=self.prefill_tokens,
             block_size=self.block_size,
             draft_sampling=self.draft_sampling,
@@ -202,7 +216,7 @@ LATER: dict[tuple[str, ...], tuple[tuple[str, ...], str]] = {
     ("--kv-cache-dtype",): (("auto",), "the KV cache has the model's dtype"),
     ("--memory-fraction", "--gpu-memory-utilization", "--mem-fraction-static"): (
         (),
-        "the KV cache holds --max-num-seqs sequences of --max-model-len; set these two",
+        "the KV cache has a fixed number of tokens; set --kv-cache-tokens",
     ),
     ("--pipeline-parallel-size", "--pp-size"): (("1",), "use --tensor-parallel-size"),
     ("--quantization",): (("none",), "weights are run in --dtype"),

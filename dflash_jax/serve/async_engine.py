@@ -1,17 +1,21 @@
 """One thread owns the engine; the event loop talks to it through a queue.
 
 Requests and aborts go in between two steps, updates come out after each. The loop's side is
-``submit`` and ``Generation``; nothing there waits for the device.
+``submit`` and ``Submission``; nothing there waits for the device.
+
+Every request runs under an id of its own, never used twice: a client that leaves during a step and
+comes back under its old id must not be handed what that step still makes for the first one.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from dflash_jax.engine import Engine
 from dflash_jax.request import Request, Update
@@ -57,19 +61,20 @@ class _Add:
 
 @dataclasses.dataclass(frozen=True)
 class _Abort:
-    request_id: str
+    engine_id: str
 
 
 class _Stop:
     pass
 
 
-class Generation:
+class Submission:
     """The updates of one or more requests that were submitted together, as they come."""
 
-    def __init__(self, owner: "AsyncEngine", request_ids: list[str]):
+    def __init__(self, owner: "AsyncEngine", engine_ids: dict[str, str]):
+        """``engine_ids``: the engine's id of each request, by the client's."""
         self._owner = owner
-        self._open = set(request_ids)
+        self._open = engine_ids
         self.updates: asyncio.Queue[Update | ApiError] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[Update]:
@@ -81,18 +86,24 @@ class Generation:
             if update.request_id not in self._open:
                 continue  # on its way when the request was stopped
             if update.finish_reason is not None:
-                self._open.discard(update.request_id)
+                del self._open[update.request_id]
             yield update
 
     def stop(self, request_id: str) -> None:
         """End one request here and free what it holds within one step."""
-        self._open.discard(request_id)
-        self._owner.release(request_id)
+        engine_id = self._open.pop(request_id, None)
+        if engine_id is not None:
+            self._owner.release(engine_id)
 
     def close(self) -> None:
         """End whatever is still open; always call it."""
         for request_id in tuple(self._open):
             self.stop(request_id)
+
+
+class _Live(NamedTuple):
+    client_id: str
+    submission: Submission
 
 
 class AsyncEngine:
@@ -110,7 +121,8 @@ class AsyncEngine:
         self._prepare, self._max_queued = prepare, max_queued
         self._served: Served | None = None
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
-        self._live: dict[str, Generation] = {}
+        self._live: dict[str, _Live] = {}  # by the engine's id
+        self._engine_ids = map(str, itertools.count())
         self._adding: set[asyncio.Future[None]] = set()
         self._idle, self.settled = asyncio.Event(), asyncio.Event()
         self._idle.set()
@@ -151,15 +163,17 @@ class AsyncEngine:
                 retry_after=1,
             )
 
-    async def submit(self, requests: list[Request]) -> Generation:
+    async def submit(self, requests: list[Request]) -> Submission:
         """Admit all or none. Raises ApiError: 400 for what cannot run, 429 when full, 503."""
         self.check_room(len(requests))
         assert self._loop is not None
-        generation = Generation(self, [r.id for r in requests])
+        engine_ids = {request.id: next(self._engine_ids) for request in requests}
+        submission = Submission(self, engine_ids)
         added = [self._loop.create_future() for _ in requests]
         for request, future in zip(requests, added, strict=True):
-            self._live[request.id] = generation
-            self._inbox.put(_Add(request, future))
+            engine_id = engine_ids[request.id]
+            self._live[engine_id] = _Live(request.id, submission)
+            self._inbox.put(_Add(dataclasses.replace(request, id=engine_id), future))
         self._idle.clear()
         self._adding.update(added)
         outcomes: list[BaseException | None] = []
@@ -169,28 +183,30 @@ class AsyncEngine:
             self._adding.difference_update(added)
             error = next((e for e in outcomes if e is not None), None)
             if error is not None or not outcomes:  # refused, or the client is gone already
-                generation.close()
+                submission.close()
         if error is not None:
             raise error
-        return generation
+        return submission
 
-    def release(self, request_id: str) -> None:
+    def release(self, engine_id: str) -> None:
         """Forget a request and have the engine drop it before its next step."""
-        if self._live.pop(request_id, None) is not None:
-            self._inbox.put(_Abort(request_id))
+        if self._live.pop(engine_id, None) is not None:
+            self._inbox.put(_Abort(engine_id))
         self._note_idle()
 
     def abort(self, request_id: str) -> bool:
         """End a request from outside: whoever waits for it sees finish reason "abort"."""
-        generation = self._live.get(request_id)
-        if generation is None:
+        found = next((item for item in self._live.items() if item[1].client_id == request_id), None)
+        if found is None:
             return False
-        self.release(request_id)
-        generation.updates.put_nowait(Update(request_id, (), finish_reason="abort"))
+        engine_id, live = found
+        self.release(engine_id)
+        live.submission.updates.put_nowait(Update(request_id, (), finish_reason="abort"))
         return True
 
     def live_ids(self) -> tuple[str, ...]:
-        return tuple(self._live)
+        """The clients' ids of what runs or waits."""
+        return tuple(live.client_id for live in self._live.values())
 
     async def drain(self, timeout: float) -> bool:
         """Admit nothing more, let requests finish for ``timeout`` seconds, stop the thread.
@@ -215,18 +231,20 @@ class AsyncEngine:
 
     def _deliver(self, updates: list[Update]) -> None:
         for update in updates:
-            generation = self._live.get(update.request_id)
-            if generation is None:
+            live = self._live.get(update.request_id)
+            if live is None:  # its client has left
                 continue
             if update.finish_reason is not None:
                 del self._live[update.request_id]
-            generation.updates.put_nowait(update)
+            live.submission.updates.put_nowait(
+                dataclasses.replace(update, request_id=live.client_id)
+            )
         self._note_idle()
 
     def _fail_all(self, error: ApiError) -> None:
-        for request_id, generation in tuple(self._live.items()):
-            self.release(request_id)
-            generation.updates.put_nowait(error)
+        for engine_id, live in tuple(self._live.items()):
+            self.release(engine_id)
+            live.submission.updates.put_nowait(error)
 
     def _note_idle(self) -> None:
         if not self._live:
@@ -282,7 +300,7 @@ class AsyncEngine:
 
     def _act(self, engine: Engine, command: _Add | _Abort) -> None:
         if isinstance(command, _Abort):
-            engine.abort(command.request_id)
+            engine.abort(command.engine_id)
             return
         try:
             engine.add(command.request)

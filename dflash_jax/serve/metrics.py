@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.monitoring
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -17,6 +18,32 @@ LOW_ACCEPTANCE = 0.6
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 STEP_SECONDS = (0.001, 0.0025, *SECONDS[:9])
 COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class _Cycle(NamedTuple):
+    """Token counts of a cycle, or the sums of several. ``reached``: drafts up to and with the first
+    rejected one; what was drafted behind it says nothing about the draft."""
+
+    drafted: int = 0
+    accepted: int = 0
+    reached: int = 0
+    emitted: int = 0
+
+
+class _Window:
+    """The last ``size`` cycles and their sums."""
+
+    def __init__(self, size: int):
+        self._size, self._cycles, self.sums = size, deque[_Cycle](), _Cycle()
+
+    def __len__(self) -> int:
+        return len(self._cycles)
+
+    def add(self, cycle: _Cycle) -> None:
+        oldest = self._cycles.popleft() if len(self) == self._size else _Cycle()
+        self._cycles.append(cycle)
+        columns = zip(self.sums, cycle, oldest, strict=True)
+        self.sums = _Cycle(*(total + new - old for total, new, old in columns))
 
 
 class Metrics:
@@ -42,7 +69,14 @@ class Metrics:
             spec + "accepted_tokens_per_pos", "Accepted, by place in the block", ("position",)
         )
         self.accept_length = gauge("sglang:spec_accept_length", "Tokens returned a cycle, lately")
-        self.accept_rate = gauge("sglang:spec_accept_rate", "Accepted of proposed, lately")
+        self.accept_rate = gauge(
+            "sglang:spec_accept_rate", "Accepted of all proposed, lately; falls as blocks grow"
+        )
+        self.draft_acceptance = gauge(
+            "dflash:draft_acceptance_rate",
+            "Accepted of the drafts up to and with each cycle's first rejection, lately: how likely"
+            f" the next draft is right, at any block size; below {LOW_ACCEPTANCE} is warned of",
+        )
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of admitted requests")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens returned")
         self.first_token = histogram(
@@ -73,7 +107,7 @@ class Metrics:
         ):
             gauge(name, help).set_function(lambda read=read: read(snapshot()))
         self._gauge = gauge
-        self._recent: deque[tuple[int, int, int]] = deque(maxlen=WINDOW)
+        self._recent = _Window(WINDOW)
         self._warned = False
 
     def cycle(self, drafted: int, accepted: int, emitted: int) -> None:
@@ -85,17 +119,20 @@ class Metrics:
         self.accepted.inc(accepted)
         for position in range(accepted):
             self.accepted_at.labels(str(position)).inc()
-        self._recent.append((drafted, accepted, emitted))
-        proposed, taken, returned = (sum(column) for column in zip(*self._recent, strict=True))
-        self.accept_length.set(returned / len(self._recent))
-        self.accept_rate.set(taken / proposed)
-        full = len(self._recent) == WINDOW
-        if full and taken < LOW_ACCEPTANCE * proposed and not self._warned:
+        # After the accepted drafts comes the token that replaces the first rejected one, unless all
+        # were accepted or the output ended before it.
+        self._recent.add(_Cycle(drafted, accepted, min(drafted, emitted), emitted))
+        cycles, sums = len(self._recent), self._recent.sums
+        rate = sums.accepted / max(sums.reached, 1)
+        self.accept_length.set(sums.emitted / cycles)
+        self.accept_rate.set(sums.accepted / sums.drafted)
+        self.draft_acceptance.set(rate)
+        if cycles == WINDOW and rate < LOW_ACCEPTANCE and not self._warned:
             self._warned = True
             logger.warning(
                 "draft acceptance rate %.2f is below %.1f over %d cycles (%.2f tokens a cycle); "
                 "suspects: a block size too large for this text, a draft of another target",
-                taken / proposed, LOW_ACCEPTANCE, WINDOW, returned / WINDOW,
+                rate, LOW_ACCEPTANCE, WINDOW, sums.emitted / WINDOW,
             )  # fmt: skip
 
     def self_test(self, result: SelfTest) -> None:

@@ -1,4 +1,8 @@
-"""From messages and text to token ids. Safe to call from several threads at once."""
+"""From messages and text to token ids, for a server: safe to call from several threads at once.
+
+``LLM.encode`` is the library's and has one driver; it calls the tokenizer itself, which writes
+truncation and padding settings into the shared backend, so the server must not use it.
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -16,8 +20,8 @@ RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_templa
 def encode(
     tokenizer: PreTrainedTokenizerFast, text: str, *, add_special_tokens: bool
 ) -> tuple[int, ...]:
-    # The backend: transformers' own call sets truncation on the shared tokenizer, and two threads
-    # would meet there.
+    """Token ids of a text. By the backend, whose ``encode`` changes nothing: transformers' own call
+    sets truncation on it first, and two threads would meet there."""
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return tuple(encoding.ids)
 
