@@ -17,6 +17,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
+import jax
 import jax.numpy as jnp
 
 from dflash_jax import embedded
@@ -299,13 +300,18 @@ def load(
     model_parallel: int = 1,
     engine: EngineConfig | None = None,
 ) -> LLM:
-    """Load a target and its draft from paths or hub ids; with neither, the embedded pair.
+    """Load a target and its draft from paths or hub ids; with neither, the embedded pair (on a CPU
+    with its block size for CPUs, unless ``engine`` names one).
 
     A target without a draft decodes plainly. Weights go straight to their shards, one tensor at a
     time. Raises ConfigError, CheckpointError, TokenizerError, ResolveError or EmbeddedModelError,
     each saying what is wrong and what is accepted.
     """
     engine = EngineConfig() if engine is None else engine
+    if model is None and draft is None and jax.default_backend() == "cpu":
+        engine = dataclasses.replace(
+            engine, block_size=engine.block_size or embedded.CPU_BLOCK_SIZE
+        )
     target_path, draft_path = find_pair(model, draft, speculation=engine.speculation)
     target_config = read_target_config(target_path)
     draft_config = None if draft_path is None else read_draft_config(draft_path, target_config)
