@@ -22,7 +22,6 @@ from dflash_jax.checkpoint import CheckpointError, export_draft
 from dflash_jax.config_keys import ConfigError
 from dflash_jax.decoder import Pair
 from dflash_jax.embedded import EmbeddedModelError
-from dflash_jax.engine import Engine
 from dflash_jax.generate import LLM
 from dflash_jax.request import SamplingParams
 from dflash_jax.resolve import ResolveError
@@ -162,14 +161,19 @@ def _regenerate(
         print(f"self-written prompts: {len(texts)} whole, {len(own)} kept")
         prompts = [*prompts, *own]
     out = options.work / ANSWERS
+    partial = out.with_suffix(".partial")  # a stage that dies leaves the last whole answers alone
+    partial.unlink(missing_ok=True)
     # A budget that ends early cuts all sources.
     prompts = random.Random(recipe.loop.seed).sample(prompts, len(prompts))
     kinds = len(recipe.answers)
     for number, sampling in enumerate(recipe.answers):
         left = options.seconds - (time.perf_counter() - started)
         share = prompts[number::kinds]
-        written = regenerate(llm, share, out, sampling=sampling, seconds=left / (kinds - number))
-        print(f"answers at T = {sampling.temperature}: {written} tokens -> {out}")
+        budget = left / (kinds - number)
+        written = regenerate(llm, share, partial, sampling=sampling, seconds=budget)
+        print(f"answers at T = {sampling.temperature}: {written} tokens")
+    partial.replace(out)
+    print(f"wrote {out}")
 
 
 def _train(recipe: Recipe, options: argparse.Namespace) -> None:
@@ -213,9 +217,7 @@ def _evaluate(recipe: Recipe, options: argparse.Namespace, held_out: list[Prompt
         engine = dataclasses.replace(
             recipe.evaluation, block_size=block_size, draft_sampling=draft_sampling
         )
-        llm = LLM(
-            Engine(llm.pair, llm.engine.params, engine), llm.tokenizer, llm.name, llm.defaults
-        )
+        llm = llm.with_engine(engine)
         for temperature, (source, texts) in itertools.product(temperatures, by_source.items()):
             sampling = SamplingParams(
                 temperature=temperature, max_new_tokens=options.max_new_tokens

@@ -81,7 +81,8 @@ def sample_anchors(
 ) -> tuple[Int[Array, "Z A"], Bool[Array, "Z A"]]:
     """``count`` anchors a row, uniform without replacement, and which of them are real.
 
-    p is an anchor iff p and p+1 are supervised and of one document: a block needs one label.
+    p is an anchor iff p and p+1 are supervised and of one document: a block needs one label. The
+    documents of a packed row share its anchors in proportion to what of them is supervised.
     """
     pairs = rows.loss_mask[:, :-1] & rows.loss_mask[:, 1:]
     pairs &= rows.segments[:, :-1] == rows.segments[:, 1:]
