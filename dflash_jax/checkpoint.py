@@ -176,7 +176,7 @@ def export_draft(
 ) -> None:
     """Write a draft as HF does (config.json, model.safetensors), for SGLang, vLLM and ourselves.
 
-    ``params``: by dotted path, as from load_params. Source: dflash.md section 3.
+    ``params``: by dotted path, as from load_params. Source: docs/dflash.md, section 3.
     """
     folder.mkdir(parents=True, exist_ok=True)
     dtype = jnp.dtype(dtype)

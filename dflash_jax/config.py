@@ -67,7 +67,7 @@ class DraftConfig(TransformerConfig):
     """A DFlash draft. Everything here, RoPE too, is the draft's own and not the target's.
 
     ``windows[i]``: sliding window W of layer i (a query sees keys > q - W), or None.
-    ``causal[i]``: whether layer i is causal inside the block (dflash.md section 2).
+    ``causal[i]``: whether layer i is causal inside the block (docs/dflash.md, section 2).
     ``target_layer_ids``: taps, 0-based, ascending; the feature of id i is the residual stream
     after target block i.
     """

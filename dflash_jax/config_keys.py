@@ -1,6 +1,7 @@
 """Reading a JSON object key by key, so that no key goes unread."""
 
 import json
+import sys
 from collections.abc import Mapping
 
 Json = Mapping[str, object]
@@ -38,14 +39,18 @@ class Keys:
 
     def integer(self, key: str, default: object = MISSING, *, minimum: int = 1) -> int:
         value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        if not isinstance(value, int) or isinstance(value, bool):
             raise self.error(key, value, f"an integer >= {minimum}")
+        if not minimum <= value < 2**31:  # sizes and ids are int32 on the device
+            raise self.error(key, value, f"an integer >= {minimum} and below 2**31")
         return value
 
     def number(self, key: str, default: object = MISSING) -> float:
         value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.error(key, value, "a number > 0")
+        if not 0 < value <= sys.float_info.max:  # NaN, infinity and integers too large for a float
+            raise self.error(key, value, "a finite number > 0")
         return float(value)
 
     def boolean(self, key: str, default: object = MISSING) -> bool:

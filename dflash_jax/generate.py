@@ -14,8 +14,9 @@ import re
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
+from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, cast, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -117,11 +118,13 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt: text as it is, messages through the chat template."""
-        if not isinstance(prompt, str) and all(isinstance(i, int) for i in prompt):
-            return tuple(cast(Sequence[int], prompt))
+        if not isinstance(prompt, str) and all(isinstance(i, Integral) for i in prompt):
+            return tuple(int(i) for i in cast(Sequence[int], prompt))
         if self.tokenizer is None:
             raise ValueError(f"{self.name} has no tokenizer; give the prompt as token ids")
         if isinstance(prompt, str):
+            if any("\ud800" <= c <= "\udfff" for c in prompt):
+                raise ValueError("the prompt is not valid Unicode: it holds half a surrogate pair")
             return tuple(self.tokenizer(prompt)["input_ids"])
         if self.tokenizer.chat_template is None:
             raise ValueError(f"{self.name} has no chat template; give the prompt as text or ids")
@@ -166,7 +169,7 @@ class LLM:
         of dicts one chat.
         """
         many = isinstance(prompts, Sequence) and bool(prompts)
-        many = many and not isinstance(prompts, str) and not isinstance(prompts[0], int | dict)
+        many = many and not isinstance(prompts, str) and not isinstance(prompts[0], Integral | dict)
         batch = list(prompts) if many else [prompts]
         outputs = [Collector() for _ in batch]
         for index, (piece, seconds) in self._run(batch, _sampling(sampling, settings), stop):  # pyright: ignore[reportArgumentType]
@@ -307,6 +310,8 @@ def load(
     time. Raises ConfigError, CheckpointError, TokenizerError, ResolveError or EmbeddedModelError,
     each saying what is wrong and what is accepted.
     """
+    if dtype not in get_args(DType):
+        raise ValueError(f"dtype must be one of {', '.join(get_args(DType))}, got {dtype!r}")
     engine = EngineConfig() if engine is None else engine
     if model is None and draft is None and jax.default_backend() == "cpu":
         engine = dataclasses.replace(

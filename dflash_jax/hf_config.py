@@ -34,6 +34,7 @@ _IRRELEVANT = (
     "unsloth_version",
     "use_cache",
 )
+MAX_LAYERS = 1024  # far above any model, and small enough to fail before memory does
 _ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 
 
@@ -59,6 +60,8 @@ def target_config(config: Json) -> TargetConfig:
         keys.only("sliding_window", None)
 
     num_layers = keys.integer("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise keys.error("num_hidden_layers", num_layers, f"at most {MAX_LAYERS}")
     keys.only("layer_types", ["full_attention"] * num_layers)
     hidden_size = keys.integer("hidden_size")
     num_heads = keys.integer("num_attention_heads")
@@ -92,7 +95,7 @@ def draft_config(config: Json, target: TargetConfig) -> DraftConfig:
     """The DraftConfig of a DFlash ``config.json``, checked against the target it drafts for.
 
     ``vocab_size`` becomes the target's: embedding and head are the target's, so a draft's padding
-    of the vocabulary means nothing. Source: dflash.md sections 2 and 3.
+    of the vocabulary means nothing. Source: docs/dflash.md, sections 2 and 3.
     """
     keys = Keys(config, "draft config")
     dflash = Keys(keys.get("dflash_config", {}), "draft config: dflash_config")
@@ -110,6 +113,8 @@ def draft_config(config: Json, target: TargetConfig) -> DraftConfig:
         return dflash if dflash.has(key) else keys
 
     num_layers = keys.integer("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise keys.error("num_hidden_layers", num_layers, f"at most {MAX_LAYERS}")
     windows = _windows(keys, num_layers)
     max_positions = keys.integer("max_position_embeddings")
     mask_token_id = nested("mask_token_id").integer("mask_token_id", minimum=0)
@@ -201,7 +206,8 @@ def _windows(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
             raise ConfigError("draft config: layer_types is missing with use_sliding_window=True")
         return (None,) * num_layers
     names = {"full_attention", "sliding_attention"}
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= names:
+    named = isinstance(types, list) and all(isinstance(t, str) and t in names for t in types)
+    if not isinstance(types, list) or not named or len(types) != num_layers:
         accepted = f"{num_layers} of {', '.join(sorted(names))}"
         raise keys.error("layer_types", types, accepted)
     if "sliding_attention" not in types:
@@ -266,6 +272,9 @@ def _rope_object(
         case "linear":
             rope = RopeConfig(theta, "linear", factor=keys.number("factor"))
         case "llama3":
+            if not keys.number("high_freq_factor") > keys.number("low_freq_factor"):
+                high, low = keys.get("high_freq_factor"), keys.get("low_freq_factor")
+                raise keys.error("high_freq_factor", high, f"above low_freq_factor={low}")
             rope = RopeConfig(
                 theta,
                 "llama3",
@@ -275,6 +284,8 @@ def _rope_object(
                 original_max_position_embeddings=keys.integer("original_max_position_embeddings"),
             )
         case "yarn":
+            if theta <= 1 or keys.number("factor") < 1:
+                raise keys.error("factor", keys.get("factor"), "at least 1, with rope_theta > 1")
             original = keys.integer("original_max_position_embeddings", max_positions)
             rope = RopeConfig(
                 theta,
@@ -400,5 +411,5 @@ def _read_json(path: Path) -> Json:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing; accepted: an HF folder or a .gguf file") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no JSON file: {error}") from error

@@ -1,8 +1,9 @@
 """What a caller asks for and what it gets back, token by token."""
 
 import dataclasses
-import math
-from typing import Literal
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any, Literal, cast
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -30,14 +31,25 @@ class SamplingParams:
             if not ok:
                 raise ValueError(f"{name} must be {accepted}, got {getattr(self, name)!r}")
 
-        finite = math.isfinite(self.temperature) and 0 <= self.temperature <= 100
-        check("temperature", finite, "a number from 0 to 100")
-        check("top_k", -1 <= self.top_k < 2**31, "-1 (off) or an integer from 0 (off)")
-        check("top_p", 0 < self.top_p <= 1, "in (0, 1]")
-        check("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
-        check("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
-        in_range = self.seed is None or -(2**63) <= self.seed < 2**64
-        check("seed", in_range, "a 64-bit integer or null")
+        def real(value: Any, low: float, high: float) -> bool:
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            return is_number and bool(low <= cast(Any, value) <= high)  # NaN is in no range
+
+        def whole(value: Any, low: int, high: int) -> bool:
+            return isinstance(value, Integral) and real(value, low, high)
+
+        check("temperature", real(self.temperature, 0, 100), "a number from 0 to 100")
+        check("top_k", whole(self.top_k, -1, 2**31 - 1), "-1 (off) or an integer from 0 (off)")
+        check("top_p", real(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]")
+        check("min_p", real(self.min_p, 0, 1), "in [0, 1]")
+        check("max_new_tokens", whole(self.max_new_tokens, 1, 2**31 - 2), "at least 1 and an integer")
+        seeded = self.seed is not None
+        check(
+            "seed", not seeded or whole(self.seed, -(2**63), 2**64 - 1), "a 64-bit integer or null"
+        )
+        stops = self.stop_token_ids
+        listed = isinstance(stops, Iterable) and all(whole(i, 0, 2**31 - 1) for i in stops)
+        check("stop_token_ids", listed, "a sequence of token ids")
 
 
 @dataclasses.dataclass(frozen=True)

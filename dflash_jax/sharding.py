@@ -35,7 +35,12 @@ def _name(axis: str | tuple[str, int]) -> str:
 
 
 def make_mesh(data: int = 1, model: int = 1, devices=None) -> Mesh:
-    """A mesh over the first data * model devices. Raises ValueError when there are too few."""
+    """A mesh over the first data * model devices. Raises ValueError when there are too few, or
+    sizes below 1."""
+    if data < 1 or model < 1:
+        raise ValueError(
+            f"data and model parallel sizes must be at least 1, got {data} and {model}"
+        )
     devices = jax.devices() if devices is None else devices
     if len(devices) < data * model:
         raise ValueError(

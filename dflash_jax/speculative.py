@@ -1,7 +1,7 @@
 """The jitted steps: prefill a chunk; draft, verify, accept and inject one block.
 
 Both are pure, fully static functions of (params, state, batch); drivers jit them with ``state``
-donated. Source: dflash.md section 1; the DFlash paper's algorithm with equality acceptance, so the
+donated. Source: docs/dflash.md, section 1: the paper's algorithm with equality acceptance, so the
 output is the target's own whatever the draft says.
 """
 

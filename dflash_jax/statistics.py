@@ -1,7 +1,7 @@
 """What speculation achieved: acceptance length, committed tokens a cycle, and loops.
 
 tau (acceptance length): emitted tokens per cycle, the last cycle cut where the output ends; the
-token that prefill drew belongs to no cycle. Source: dflash.md sections 1 and 6.
+token that prefill drew belongs to no cycle. Source: docs/dflash.md, sections 1 and 6.
 """
 
 import dataclasses

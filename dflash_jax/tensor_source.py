@@ -72,21 +72,23 @@ def _safetensors_header(path: Path) -> dict[str, tuple[TensorShape, str]]:
             return {n: (tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
 
 def _sharded(folder: Path) -> SafetensorsSource:
     try:
-        shard_of = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        shard_of = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder / INDEX_FILE}: no JSON with a weight_map") from error
+    if not isinstance(shard_of, dict):
+        raise CheckpointError(f"{folder / INDEX_FILE}: weight_map must be an object")
     # The name is judged and not its resolved path: the Hub's cache holds links to ../../blobs.
-    outside = sorted({s for s in shard_of.values() if not _is_plain_shard_name(s)})
+    outside = sorted({repr(s) for s in shard_of.values() if not _is_plain_shard_name(s)})
     if outside:
         raise CheckpointError(
             f"{folder / INDEX_FILE}: shards must be .safetensors files of the same folder,"
-            f" got {', '.join(map(repr, outside))}"
+            f" got {', '.join(outside)}"
         )
     return SafetensorsSource(
         [folder / shard for shard in sorted(set(shard_of.values()))],

@@ -168,7 +168,8 @@ def assert_same_tokens(
     """Speculative output ``got`` equals plain output ``expected``, token for token.
 
     A first difference is excused, counted in ``tally`` and printed where the oracle's two best
-    tokens (noise included) lie closer than 1e-4 of the logit scale. Source: dflash.md section 6.
+    tokens (noise included) lie closer than 1e-4 of the logit scale. Source: docs/dflash.md,
+    section 6.
     """
     tally.sequences += 1
     if list(expected) == list(got):

@@ -46,8 +46,11 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast | None:
         tokenizer = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path}: no tokenizer that transformers can load: {error}") from error
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        # What a damaged tokenizer.json or tokenizer_config.json raises, depending on the damage.
+        raise TokenizerError(
+            f"{path}: no tokenizer that transformers can load: {error!r}"
+        ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise TokenizerError(
             f"{path}: {type(tokenizer).__name__} is slow; accepted: tokenizer.json"

@@ -11,6 +11,7 @@ from tiny_model import GOLDEN, write_model
 
 import dflash_jax
 from dflash_jax import LLM, EngineConfig, Generation, SamplingParams
+from dflash_jax.resolve import ResolveError
 
 CONTEXT = 80
 ENGINE = EngineConfig(
@@ -255,3 +256,38 @@ def test_load_reports_the_checkpoints_sampling(tmp_path: Path) -> None:
     llm = dflash_jax.load(target, engine=EngineConfig(max_model_len=32), dtype="bfloat16")
     assert llm.defaults == {"temperature": 0.6, "top_k": 20, "do_sample": True}
     assert llm.pair.dtype == np.dtype("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("seed", 1.5),
+        ("max_new_tokens", 2.5),
+        ("temperature", "1"),
+        ("temperature", float("nan")),
+        ("top_k", 1.5),
+        ("stop_token_ids", 5),
+    ],
+)
+def test_a_setting_of_the_wrong_kind_is_named(llm: LLM, setting: str, value: object) -> None:
+    with pytest.raises(ValueError, match=setting):
+        llm.generate([1, 2, 3], **{setting: value})
+
+
+def test_numpy_ids_are_ids(llm: LLM) -> None:
+    ids = np.array([5, 6, 7])
+    settings = {"max_new_tokens": 3, "ignore_eos": True}
+    assert llm.generate(list(ids), **settings).output_ids == (
+        llm.generate([5, 6, 7], **settings).output_ids
+    )
+
+
+def test_impossible_arguments_of_load_are_named(tmp_path: Path) -> None:
+    folder = Path(__file__).parent / "goldens" / "llama-scaled" / "target"
+    (tmp_path / "draft.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="int8"):
+        dflash_jax.load(folder, dtype="int8")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="-1"):
+        dflash_jax.load(folder, data_parallel=-1)
+    with pytest.raises(ResolveError, match="a draft is an HF folder"):
+        dflash_jax.load(folder, tmp_path / "draft.gguf")

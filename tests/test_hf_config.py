@@ -361,3 +361,20 @@ def test_configs_are_hashable() -> None:
     """They are static arguments of jitted functions."""
     assert len({TARGET, target_config(QWEN3), draft(), draft()}) == 2
     assert isinstance(TARGET, TargetConfig)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rms_norm_eps", float("inf")),
+        ("rms_norm_eps", 10**400),
+        ("num_hidden_layers", 10**12),
+        ("num_hidden_layers", 2000),
+        ("vocab_size", 2**31),
+    ],
+)
+def test_numbers_no_model_has_are_errors_that_name_the_key(key: str, value: object) -> None:
+    path = Path(__file__).parent / "goldens" / "llama-scaled" / "target" / "config.json"
+    config = json.loads(path.read_text())
+    with pytest.raises(ConfigError, match=key):
+        target_config({**config, key: value})

@@ -1,5 +1,5 @@
 """The law: speculative decoding emits plain decoding's tokens, whatever is asked and whoever is
-beside it. ``plain`` is the same target, one token a step, alone (dflash.md section 6)."""
+beside it. ``plain`` is the same target, one token a step, alone (docs/dflash.md, section 6)."""
 
 import dataclasses
 import functools

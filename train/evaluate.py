@@ -14,8 +14,8 @@ from dflash_jax.statistics import cut_cycles, loop_start
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """``tau``: emitted tokens per cycle, looping answers counted up to the start of their loop
-    (dflash.md section 6); ``raw_tau`` beside it counts all. Means over cycles, not over prompts.
-    ``acceptance[k]``: share of cycles that accepted more than k drafts."""
+    (docs/dflash.md, section 6); ``raw_tau`` beside it counts all. Means over cycles, not over
+    prompts. ``acceptance[k]``: share of cycles that accepted more than k drafts."""
 
     prompts: int
     tau: float

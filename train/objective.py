@@ -1,7 +1,7 @@
 """The DFlash training objective: random anchors, one block each, decayed cross-entropy.
 
-Source: training.md; the DFlash paper, section on training. The draft module is the one that
-decodes; only its ``attend`` differs: a block sees the context features strictly before its
+Source: the DFlash paper (arXiv 2602.06036), its section on training. The draft module is the one
+that decodes; only its ``attend`` differs: a block sees the context features strictly before its
 anchor, its own slots, and nothing else. Letters: Z sequences (packed rows), S tokens a row,
 A anchors a row, b block size.
 """

@@ -27,7 +27,7 @@ def regenerate(
     written by the target.
 
     The prompt goes through the chat template as a single user turn. An answer that loops is cut
-    where its loop begins (dflash.md section 6), so that a draft does not learn loops. After
+    where its loop begins (docs/dflash.md, section 6), so that a draft does not learn loops. After
     ``seconds`` no further prompt is started. A prompt that does not fit the context is skipped
     and counted.
     """

@@ -119,7 +119,7 @@ def copy_bandwidth() -> float:
 
 def step_bytes(pair: Pair, *, speculation: bool) -> int:
     """Weights a step reads: the target's and, with speculation, the draft's; the embedding only as
-    the head, once for each model. Source: dflash.md section 5."""
+    the head, once for each model. Source: docs/dflash.md, section 5."""
     config = pair.target_config
     target, head = _bytes(pair.target), config.vocab_size * config.hidden_size * pair.dtype.itemsize
     if not config.tie_word_embeddings:
@@ -200,7 +200,12 @@ def _block_sizes(llm: LLM, args: BenchArgs) -> tuple[int, ...]:
     draft = llm.pair.draft_config
     if draft is None:
         return ()
-    return args.block_sizes or (draft.block_size,)
+    largest = max(args.block_sizes or (0,))
+    if largest > draft.block_size:
+        raise ValueError(
+            f"--block-sizes must be at most the draft's {draft.block_size}, got {largest}"
+        )
+    return args.block_sizes or (llm.engine.block_size,)
 
 
 def _context(llm: LLM, prompts: Sequence[tuple[int, ...]], args: BenchArgs) -> int:

@@ -20,10 +20,12 @@ RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_templa
 def encode(
     tokenizer: PreTrainedTokenizerFast, text: str, *, add_special_tokens: bool
 ) -> tuple[int, ...]:
-    """Token ids of a text. By the backend, whose ``encode`` changes nothing: transformers' own call
-    sets truncation on it first, and two threads would meet there."""
-    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return tuple(encoding.ids)
+    """Token ids of a text. By the backend, which it does not change: transformers' own call sets
+    truncation on it first, and two threads would meet there. As a batch of one, because
+    ``encode`` keeps the interpreter's lock: megabytes of text would stop every other request."""
+    backend = tokenizer.backend_tokenizer
+    encoded = backend.encode_batch([text], add_special_tokens=add_special_tokens)
+    return tuple(encoded[0].ids)
 
 
 def render_chat(
