@@ -42,7 +42,7 @@ class SamplingParams:
         check("top_k", whole(self.top_k, -1, 2**31 - 1), "-1 (off) or an integer from 0 (off)")
         check("top_p", real(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]")
         check("min_p", real(self.min_p, 0, 1), "in [0, 1]")
-        check("max_new_tokens", whole(self.max_new_tokens, 1, 2**31 - 2), "at least 1 and an integer")
+        check("max_new_tokens", whole(self.max_new_tokens, 1, 2**31 - 2), "at least 1, an integer")
         seeded = self.seed is not None
         check(
             "seed", not seeded or whole(self.seed, -(2**63), 2**64 - 1), "a 64-bit integer or null"
