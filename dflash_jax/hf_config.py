@@ -59,9 +59,7 @@ def target_config(config: Json) -> TargetConfig:
     else:
         keys.only("sliding_window", None)
 
-    num_layers = keys.integer("num_hidden_layers")
-    if num_layers > MAX_LAYERS:
-        raise keys.error("num_hidden_layers", num_layers, f"at most {MAX_LAYERS}")
+    num_layers = _num_layers(keys)
     keys.only("layer_types", ["full_attention"] * num_layers)
     hidden_size = keys.integer("hidden_size")
     num_heads = keys.integer("num_attention_heads")
@@ -112,9 +110,7 @@ def draft_config(config: Json, target: TargetConfig) -> DraftConfig:
         keys.ignore(key)
         return dflash if dflash.has(key) else keys
 
-    num_layers = keys.integer("num_hidden_layers")
-    if num_layers > MAX_LAYERS:
-        raise keys.error("num_hidden_layers", num_layers, f"at most {MAX_LAYERS}")
+    num_layers = _num_layers(keys)
     windows = _windows(keys, num_layers)
     max_positions = keys.integer("max_position_embeddings")
     mask_token_id = nested("mask_token_id").integer("mask_token_id", minimum=0)
@@ -167,6 +163,13 @@ def _refuse_unsupported(keys: Keys) -> None:
     keys.only("hidden_act", "silu")
     keys.only("quantization_config", None)
     keys.only("partial_rotary_factor", 1.0)
+
+
+def _num_layers(keys: Keys) -> int:
+    count = keys.integer("num_hidden_layers")
+    if count > MAX_LAYERS:
+        raise keys.error("num_hidden_layers", count, f"at most {MAX_LAYERS}")
+    return count
 
 
 def _equal_to_target(keys: Keys, key: str, wanted: int, default: object = MISSING) -> int:
