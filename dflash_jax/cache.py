@@ -116,7 +116,6 @@ def paged_attend(
     *,
     causal: Callable[[int], bool],
     window: Callable[[int], int | None],
-    implementation: str = "auto",
 ) -> Attend:
     """The ``attend`` of a model that reads its context from ``pools`` and leaves them alone."""
 
@@ -127,7 +126,6 @@ def paged_attend(
                 block_attention,
                 causal=causal(layer),
                 window=window(layer),
-                implementation=implementation,
             ),
             mesh=sharding.mesh,
             in_specs=(ROWS, ROWS, ROWS, POOL, POOL, TABLE, VECTOR),
