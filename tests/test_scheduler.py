@@ -244,7 +244,7 @@ def test_sampling_params_name_the_field_and_what_is_accepted() -> None:
         ("top_p", 0.0, r"top_p must be in \(0, 1\]"),
         ("top_p", float("nan"), "top_p must be"),
         ("min_p", 1.5, r"min_p must be in \[0, 1\]"),
-        ("max_new_tokens", 0, "max_new_tokens must be at least 1, got 0"),
+        ("max_new_tokens", 0, "max_new_tokens must be at least 1, an integer, got 0"),
         ("seed", 2**64, "seed must be a 64-bit integer"),
     ]:
         with pytest.raises(ValueError, match=match):
