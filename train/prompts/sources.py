@@ -19,8 +19,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from train import prompt_code, prompt_generators
-from train.prompt_templates import ASKING, CHOOSING, CONDENSING, READING, SHOW_WORK, frame
+from train.prompts import code, generators
+from train.prompts.templates import ASKING, CHOOSING, CONDENSING, READING, SHOW_WORK, frame
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,10 @@ def codeio(wheels: Path, random: Random) -> list[str]:
     """Asks to solve, explain or check the programs of reasoning-gym's CodeI/O data."""
     texts = []
     for row in rows(wheels, REASONING_GYM, "reasoning_gym/data/codeio.jsonl.gz"):
-        request = random.choice(prompt_code.CODEIO_REQUESTS)
-        code = row["code_sample"].strip()
+        request = random.choice(code.CODEIO_REQUESTS)
+        sample = row["code_sample"].strip()
         task, spec = row["task_description"].strip(), row["input_output_spec"].strip()
-        texts.append(request.format(task=task, spec=spec, code=code))
+        texts.append(request.format(task=task, spec=spec, code=sample))
     return random.sample(texts, len(texts))
 
 
@@ -150,12 +150,12 @@ def generated(wheels: Path, kind: str, count: int, seed: int) -> list[str]:
     Raises RuntimeError with the generator's own words when it fails: most often one of the
     package's dependencies, which `pip install reasoning-gym` brings, is missing.
     """
-    names = {"maths": prompt_generators.MATHS, "text": prompt_generators.TEXT}[kind]
+    names = {"maths": generators.MATHS, "text": generators.TEXT}[kind]
     share = -(-count // len(names))
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(wheels / REASONING_GYM.file).extractall(folder)
         done = subprocess.run(
-            [sys.executable, prompt_generators.__file__, folder, kind, str(share), str(seed)],
+            [sys.executable, generators.__file__, folder, kind, str(share), str(seed)],
             capture_output=True,
             text=True,
             # Some generators walk over sets of strings: their order hangs on the hash seed.
@@ -212,11 +212,11 @@ def library_prompts(kind: str, known: Iterable[Function], random: Random) -> lis
     texts = []
     for function in known:
         if kind == "signature" and not function.method and len(function.head) >= 80:
-            texts.append(frame(function.head, prompt_code.SIGNATURE_REQUESTS, random))
+            texts.append(frame(function.head, code.SIGNATURE_REQUESTS, random))
         elif kind == "source" and len(function.source) >= 120:
-            texts.append(frame(function.source, prompt_code.SOURCE_REQUESTS, random))
+            texts.append(frame(function.source, code.SOURCE_REQUESTS, random))
         elif kind == "purpose" and 25 <= len(function.purpose) <= 300:
-            request = random.choice(prompt_code.PURPOSE_REQUESTS)
+            request = random.choice(code.PURPOSE_REQUESTS)
             texts.append(
                 request.format(
                     name=function.name, arguments=function.arguments, purpose=function.purpose
