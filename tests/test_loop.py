@@ -16,7 +16,8 @@ from dflash_jax.testing import compilations, tiny_pair
 from train.data import DataError, Sample, pack
 from train.initial import random_draft
 from train.loop import LoopConfig, TrainingDiverged, learning_rate, train
-from train.objective import Metrics, ObjectiveConfig, PackedRows, objective, target_features
+from train.objective import Metrics, ObjectiveConfig, objective, target_features
+from train.rows import PackedRows
 
 ANCHORS = ObjectiveConfig(anchors=8, gamma=4.0, anchor_group=4)
 CONFIG = LoopConfig(ANCHORS, batch_rows=4, learning_rate=2e-2, steps=100, log_every=25)

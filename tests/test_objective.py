@@ -17,7 +17,6 @@ from dflash_jax.speculative import prefill_step
 from train.objective import (
     Metrics,
     ObjectiveConfig,
-    PackedRows,
     blocks_at,
     draft_blocks,
     objective,
@@ -25,6 +24,7 @@ from train.objective import (
     score,
     target_features,
 )
+from train.rows import PackedRows
 
 BLOCK, LENGTH = 4, 24
 SHAPE = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from train.objective import PackedRows
+from train.rows import PackedRows
 
 
 class DataError(ValueError):

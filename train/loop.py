@@ -20,10 +20,10 @@ from train.data import DataError
 from train.objective import (
     Metrics,
     ObjectiveConfig,
-    PackedRows,
     objective,
     target_features,
 )
+from train.rows import PackedRows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from dflash_jax.config import DraftConfig
 from dflash_jax.draft import Draft
 from dflash_jax.layers import Attend
 from dflash_jax.models import DenseTarget
+from train.rows import PackedRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,18 +28,6 @@ class ObjectiveConfig:
     anchors: int
     gamma: float
     anchor_group: int
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PackedRows:
-    """Documents packed into rows. ``segments``: document number within the row from 1, 0 is
-    padding. ``positions`` count from each document's start. ``loss_mask``: supervised tokens."""
-
-    tokens: Int[Array, "Z S"]
-    segments: Int[Array, "Z S"]
-    positions: Int[Array, "Z S"]
-    loss_mask: Bool[Array, "Z S"]
 
 
 class Metrics(NamedTuple):
