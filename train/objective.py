@@ -1,9 +1,8 @@
-"""The DFlash training objective: random anchors, one block each, decayed cross-entropy.
+"""The DFlash training objective: random anchors, one block each, and the loss over its slots.
 
 Source: the DFlash paper (arXiv 2602.06036), its section on training. The draft module is the one
-that decodes; only its ``attend`` differs: a block sees the context features strictly before its
-anchor, its own slots, and nothing else. Letters: Z sequences (packed rows), S tokens a row,
-A anchors a row, b block size.
+that decodes; only its ``attend`` differs (attention.py). Letters: Z sequences (packed rows), S
+tokens a row, A anchors a row, b block size.
 """
 
 import dataclasses
@@ -13,72 +12,78 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from dflash_jax.config import DraftConfig
 from dflash_jax.draft import Draft
-from dflash_jax.layers import Attend
-from dflash_jax.models import DenseTarget
+from dflash_jax.models import DenseTarget, TargetOutput
+from train.attention import TILES, Tiles, block_attend, packed_attend
+from train.losses import Labels, LossConfig, Metrics, block_loss
 from train.rows import PackedRows
 
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
-    """``anchors`` a row, redrawn every step; ``gamma`` of the decay exp(-(k-1)/gamma) over in-block
-    index k; ``anchor_group``: anchors a row whose logits and attention scores exist at a time."""
+    """``anchors`` a row, redrawn every step. ``remat``: the draft's layers are computed again in
+    the backward pass. ``tiles``: of attention, the target's and the draft's."""
 
     anchors: int
-    gamma: float
-    anchor_group: int
+    loss: LossConfig = LossConfig()
+    remat: bool = False
+    tiles: Tiles = TILES
 
-
-class Metrics(NamedTuple):
-    """Sums over blocks, so that any split of a batch adds up to the same numbers."""
-
-    weighted_loss: Float[Array, ""]
-    weight: Float[Array, ""]
-    correct: Float[Array, "b-1"]
-    labelled: Float[Array, "b-1"]
-    accepted: Float[Array, ""]
-    blocks: Float[Array, ""]
+    def __post_init__(self):
+        if self.anchors < 1:
+            raise ValueError(f"objective.anchors must be at least 1, got {self.anchors}")
 
 
 class Blocks(NamedTuple):
-    """Anchors and labels of a group of blocks; ``label_mask`` is false where nothing is learnt."""
+    """Anchors and labels of blocks; ``label_mask`` is false where nothing is learnt."""
 
     anchors: Int[Array, "Z A"]
     labels: Int[Array, "Z A b"]
     label_mask: Bool[Array, "Z A b"]
 
 
-def target_features(
-    target: DenseTarget, rows: PackedRows, taps: tuple[int, ...]
-) -> Float[Array, "Z S nD"]:
-    """The frozen target's taps over packed documents; a document never sees another."""
-    same = rows.segments[:, :, None] == rows.segments[:, None, :]
-    index = jnp.arange(rows.tokens.shape[1])
-    visible = same & (index[:, None] >= index[None, :])[None]
-
-    def attend(_: int, q: Array, k: Array, v: Array) -> Array:
-        with jax.numpy_dtype_promotion("standard"):  # jax's own widens its logits implicitly
-            return jax.nn.dot_product_attention(q, k, v, mask=visible[:, None])
-
-    output = target(rows.tokens, rows.positions, attend, taps)
-    return jax.lax.stop_gradient(output.features)
+def target_output(
+    target: DenseTarget, rows: PackedRows, taps: tuple[int, ...], tiles: Tiles = TILES
+) -> TargetOutput:
+    """The frozen target over packed documents: its taps, and its final hidden states."""
+    output = target(rows.tokens, rows.positions, packed_attend(rows, tiles), taps)
+    return jax.tree.map(jax.lax.stop_gradient, output)
 
 
 def sample_anchors(
-    key: PRNGKeyArray, rows: PackedRows, count: int
+    keys: PRNGKeyArray, rows: PackedRows, count: int
 ) -> tuple[Int[Array, "Z A"], Bool[Array, "Z A"]]:
-    """``count`` anchors a row, uniform without replacement, and which of them are real.
+    """``count`` anchors a row in ascending order, and which of them are real (real ones first).
 
-    p is an anchor iff p and p+1 are supervised and of one document: a block needs one label. The
-    documents of a packed row share its anchors in proportion to what of them is supervised.
+    ``keys`` [Z]: one a row, so that no split of a batch changes what is drawn. p is an anchor iff
+    p and p+1 are supervised and of one document: a block needs one label. Without replacement,
+    every such p as likely as any other; every document of a packed row gets its share to within
+    one, as if it had been sampled by itself.
     """
+    length = rows.tokens.shape[1]
     pairs = rows.loss_mask[:, :-1] & rows.loss_mask[:, 1:]
     pairs &= rows.segments[:, :-1] == rows.segments[:, 1:]
     valid = jnp.pad(pairs, ((0, 0), (0, 1)))
-    noise = jnp.where(valid, jax.random.uniform(key, valid.shape, jnp.float32), -1.0)
-    best, anchors = jax.lax.top_k(noise, count)
-    return anchors.astype(jnp.int32), best >= 0
+
+    def one_row(key, valid, segments):
+        # The r-th candidate of a document with n of them, in random order, gets (r + u) / n: the
+        # smallest are spread over documents in proportion to n (systematic sampling).
+        noise, offset = jax.random.uniform(key, (2, length), jnp.float32)
+        document = jnp.where(valid, segments, length + 1)
+        index = jnp.arange(length, dtype=jnp.int32)
+        document, _, order = jax.lax.sort((document, noise, index), num_keys=2)
+        opens = jnp.concatenate([jnp.ones(1, bool), document[1:] != document[:-1]])
+        first = jax.lax.cummax(jnp.where(opens, index, 0))
+        candidates = jnp.zeros(length + 2, jnp.float32).at[document].add(1.0)
+        rank = (index - first).astype(jnp.float32)
+        score = (rank + offset[document]) / candidates[document]
+        score = jnp.where(document <= length, score, jnp.inf)
+        best, chosen = jax.lax.top_k(-score, count)
+        keep = jnp.isfinite(best)
+        anchors = jnp.sort(jnp.where(keep, order[chosen], length))
+        return jnp.where(anchors < length, anchors, 0), anchors < length
+
+    return jax.vmap(one_row)(keys, valid, rows.segments)
 
 
 def blocks_at(
@@ -99,93 +104,38 @@ def blocks_at(
     return Blocks(anchors, take(rows.tokens), mask)
 
 
-def block_attend(
-    config: DraftConfig,
-    context_kv: tuple[tuple[Float[Array, "Z S K H"], Float[Array, "Z S K H"]], ...],
-    rows: PackedRows,
-    anchors: Int[Array, "Z A"],
-) -> Attend:
-    """The ``attend`` of training over Z*A blocks of b slots: context before the anchor (its own
-    feature does not exist at inference) and the block itself, in one softmax."""
-    batch, num_anchors = anchors.shape
-
-    def at_anchor(values):
-        return jnp.take_along_axis(values, anchors, axis=1)[:, :, None]
-
-    index = jnp.arange(rows.tokens.shape[1])[None, None, :]
-    before = index < anchors[:, :, None]
-    before &= rows.segments[:, None, :] == at_anchor(rows.segments)  # [Z, A, S]
-
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        block, heads, dim = q.shape[1:]
-        kv = k.shape[2]
-        grouped = q.reshape(batch, num_anchors, block, kv, heads // kv, dim)
-        own_k, own_v = (x.reshape(batch, num_anchors, block, kv, dim) for x in (k, v))
-        context_k, context_v = context_kv[layer]
-        offset = jnp.arange(block)
-        # distance from query to key, in positions of the document
-        to_context = (at_anchor(rows.positions) - rows.positions[:, None, :])[:, :, None, :]
-        to_context = to_context + offset[None, None, :, None]  # [Z, A, b, S]
-        in_block = offset[:, None] - offset[None, :]
-        sees_context = jnp.broadcast_to(before[:, :, None, :], to_context.shape)
-        sees_block = in_block >= 0 if config.causal[layer] else jnp.ones_like(in_block, bool)
-        window = config.windows[layer]
-        if window is not None:
-            sees_context &= to_context < window
-            sees_block &= in_block < window
-        scale = jnp.float32(dim**-0.5)
-        wide = {"preferred_element_type": jnp.float32}
-        context = jnp.einsum("ZATKGH,ZSKH->ZKGATS", grouped, context_k, **wide) * scale
-        own = jnp.einsum("ZATKGH,ZAUKH->ZKGATU", grouped, own_k, **wide) * scale
-        context = jnp.where(sees_context[:, None, None], context, -jnp.inf)
-        own = jnp.where(sees_block[None, None, None, None], own, -jnp.inf)
-        weights = jax.nn.softmax(jnp.concatenate([context, own], -1), axis=-1).astype(q.dtype)
-        context, own = weights[..., :-block], weights[..., -block:]
-        out = jnp.einsum("ZKGATS,ZSKH->ZATKGH", context, context_v)
-        out += jnp.einsum("ZKGATU,ZAUKH->ZATKGH", own, own_v)
-        return out.reshape(q.shape)
-
-    return attend
-
-
 def objective(
     draft: Draft,
     target: DenseTarget,
     rows: PackedRows,
-    features: Float[Array, "Z S nD"],
-    key: PRNGKeyArray,
+    output: TargetOutput,
+    keys: PRNGKeyArray,
     config: ObjectiveConfig,
 ) -> Metrics:
-    """Weighted cross-entropy sums of one batch; the loss is weighted_loss / weight.
-
-    Anchors go through in groups under ``jax.checkpoint``: neither the [blocks, V] logits nor the
-    [blocks, S] attention scores of a whole batch ever exist, forward or backward. A single group
-    is kept and not computed twice.
-    """
+    """Loss sums of one batch; the loss is weighted_loss / weight. ``keys`` [Z]: one a row."""
     settings = draft.config
-    context_kv = draft.context_kv(draft.context(features), rows.positions)
-    anchors, keep = sample_anchors(key, rows, config.anchors)
-    if config.anchors % config.anchor_group:
-        raise ValueError(f"anchor_group {config.anchor_group} must divide anchors {config.anchors}")
-    groups = config.anchors // config.anchor_group
-
-    def grouped(values):  # [Z, A] -> [groups, Z, group]
-        return values.reshape(values.shape[0], groups, -1).swapaxes(0, 1)
-
-    def one_group(group):
-        group_anchors, group_keep = group
-        blocks = blocks_at(rows, group_anchors, group_keep, settings.block_size)
-        hidden = draft_blocks(draft, target, rows, context_kv, blocks)
-        return score(target.logits(hidden), blocks, config.gamma)
-
-    if groups == 1:
-        return one_group((anchors, keep))
-    sums = jax.lax.map(jax.checkpoint(one_group), (grouped(anchors), grouped(keep)))
-    return Metrics(*(x.sum(0) for x in sums))
+    context_kv = draft.context_kv(draft.context(output.features), rows.positions)
+    anchors, keep = sample_anchors(keys, rows, config.anchors)
+    blocks = blocks_at(rows, anchors, keep, settings.block_size)
+    hidden = draft_blocks(draft, target, rows, context_kv, blocks, config)
+    teacher = None
+    if config.loss.kl:
+        # The target's draw for position a + k is made at a + k - 1.
+        offsets = jnp.arange(settings.block_size - 1, dtype=jnp.int32)
+        before = anchors[:, :, None] + offsets[None, None, :]
+        before = jnp.minimum(before, rows.tokens.shape[1] - 1)
+        teacher = jax.vmap(lambda row, at: row[at])(output.hidden, before)
+    labels = Labels(blocks.labels[..., 1:], blocks.label_mask[..., 1:], teacher)
+    return block_loss(target, hidden[:, :, 1:], labels, config.loss)
 
 
 def draft_blocks(
-    draft: Draft, target: DenseTarget, rows: PackedRows, context_kv, blocks: Blocks
+    draft: Draft,
+    target: DenseTarget,
+    rows: PackedRows,
+    context_kv,
+    blocks: Blocks,
+    config: ObjectiveConfig,
 ) -> Float[Array, "Z A b D"]:
     """The draft's hidden states of every block [anchor, MASK, ...]."""
     settings = draft.config
@@ -199,27 +149,7 @@ def draft_blocks(
     def flat(x):
         return x.reshape(batch * num_anchors, settings.block_size)
 
-    attend = block_attend(settings, context_kv, rows, blocks.anchors)
-    hidden = draft(target.embed(flat(tokens)), flat(positions), attend)
+    attend = block_attend(settings, context_kv, rows, blocks.anchors, config.tiles)
+    embedded = target.embed(flat(tokens))
+    hidden = draft(embedded, flat(positions), attend, remat=config.remat)
     return hidden.reshape(batch, num_anchors, settings.block_size, -1)
-
-
-def score(logits: Float[Array, "Z A b V"], blocks: Blocks, gamma: float) -> Metrics:
-    """Loss sums and teacher-forced acceptance of blocks, from float32 logits."""
-    labels, mask = blocks.labels, blocks.label_mask
-    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    loss = jax.nn.logsumexp(logits, axis=-1) - picked
-    offsets = jnp.arange(labels.shape[-1], dtype=jnp.float32)
-    decay = jnp.exp(-(offsets - 1) / gamma)
-    weights = jnp.where(mask, decay[None, None, :], 0.0)
-    correct = (jnp.argmax(logits, axis=-1) == labels) & mask
-    prefix = jnp.cumprod(correct[..., 1:].astype(jnp.float32), axis=-1)
-    real = mask[..., 1]  # a kept block has at least its first label
-    return Metrics(
-        weighted_loss=(loss * weights).sum(),
-        weight=weights.sum(),
-        correct=correct[..., 1:].astype(jnp.float32).sum((0, 1)),
-        labelled=mask[..., 1:].astype(jnp.float32).sum((0, 1)),
-        accepted=prefix.sum(),
-        blocks=real.astype(jnp.float32).sum(),
-    )

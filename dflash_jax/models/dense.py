@@ -70,8 +70,16 @@ class DenseTarget(nnx.Module):
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Vocabulary logits of final-normed hidden states, in float32."""
+        form, head = self._head()
+        return jnp.einsum(f"...D,{form}->...V", hidden, head, preferred_element_type=jnp.float32)
+
+    def hidden_gradient(self, gradient: Float[Array, "... V"]) -> Float[Array, "... D"]:
+        """Pull a gradient of the logits back to the hidden states, as a product in the head's own
+        dtype: what differentiates ``logits`` would widen the head to float32."""
+        form, head = self._head()
+        return jnp.einsum(f"...V,{form}->...D", gradient.astype(head.dtype), head)
+
+    def _head(self) -> tuple[str, Array]:
         if self.config.tie_word_embeddings:
-            head = self.model.embed_tokens.weight[...]
-            return jnp.einsum("...D,VD->...V", hidden, head, preferred_element_type=jnp.float32)
-        head = self.lm_head.kernel[...]
-        return jnp.einsum("...D,DV->...V", hidden, head, preferred_element_type=jnp.float32)
+            return "VD", self.model.embed_tokens.weight[...]
+        return "DV", self.lm_head.kernel[...]
