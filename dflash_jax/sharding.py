@@ -5,13 +5,17 @@ heads, ffn and vocabulary split over "model".
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-RULES: Mapping[str, str | None] = {
+Rules = Mapping[str, str | tuple[str, ...] | None]
+"""From logical axes to the mesh axes that they are split over."""
+
+RULES: Rules = {
     "rows": "data",
     "pages": "data",
     "vocab": "model",
@@ -25,9 +29,9 @@ Axis = str | tuple[str, int] | None
 """A logical axis; (axis, unit) where it is cut between units only: a head stays whole."""
 
 
-def partition(*axes: Axis) -> PartitionSpec:
-    """Placement of logical ``axes``, by ``RULES``."""
-    return PartitionSpec(*(RULES[_name(axis)] if axis else None for axis in axes))
+def partition(*axes: Axis, rules: Rules = RULES) -> PartitionSpec:
+    """Placement of logical ``axes``."""
+    return PartitionSpec(*(rules[_name(axis)] if axis else None for axis in axes))
 
 
 def _name(axis: str | tuple[str, int]) -> str:
@@ -53,9 +57,10 @@ def make_mesh(data: int = 1, model: int = 1, devices=None) -> Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """Maps logical axes of one mesh to placements."""
+    """Maps logical axes of one mesh to placements. Decoding has the default ``rules``."""
 
     mesh: Mesh
+    rules: Rules = dataclasses.field(default_factory=lambda: RULES, hash=False)
 
     @property
     def data(self) -> int:
@@ -66,10 +71,17 @@ class Sharding:
         return self.mesh.shape["model"]
 
     def of(self, axes: tuple[Axis, ...], shape: tuple[int, ...]) -> NamedSharding:
-        """Placement of an array. A dim whose units its mesh axis does not divide is replicated: kv
+        """Placement of an array. A dim whose units its mesh axes do not divide is replicated: kv
         heads that several chips share, an odd vocabulary."""
-        names: list[str | None] = []
-        for axis, dim, name in zip(axes, shape, partition(*axes), strict=True):
+        names: list[str | tuple[str, ...] | None] = []
+        for axis, dim, name in zip(axes, shape, partition(*axes, rules=self.rules), strict=True):
             units = dim // axis[1] if isinstance(axis, tuple) else dim
-            names.append(name if name and units % self.mesh.shape[name] == 0 else None)
+            names.append(name if name and units % self._size(name) == 0 else None)
         return NamedSharding(self.mesh, PartitionSpec(*names))
+
+    def constrain(self, x: jax.Array, *axes: Axis) -> jax.Array:
+        """``x``, placed by its logical ``axes``, inside jit."""
+        return jax.lax.with_sharding_constraint(x, self.of(axes, x.shape))
+
+    def _size(self, names: str | tuple[str, ...]) -> int:
+        return math.prod(self.mesh.shape[n] for n in ([names] if isinstance(names, str) else names))
