@@ -2,10 +2,12 @@
 with another run's."""
 
 import contextlib
+import gc
 import hashlib
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -191,7 +193,8 @@ class Checkpoints:
             if jax.process_index() == 0:
                 folder = self._step_folder(step)
                 aside = folder.with_name(f"{step}.damaged")
-                shutil.rmtree(aside, ignore_errors=True)  # of an earlier mishap
+                if aside.exists():  # of an earlier mishap
+                    shutil.rmtree(aside)
                 folder.rename(aside)
                 self._report(
                     f"checkpoint {step} is damaged ({reason}); using the previous one, {used}. "
@@ -306,14 +309,25 @@ def _read_arrays(folder: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
                     wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted)
                 ),
             )
+            return {name: restored[name] for name in wanted}
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         # ValueError: TensorStore, and JSON; the last three: a flipped bit in JSON's keys.
-        raise _Damage(_brief(error)) from error
+        why = _brief(error)
     except Exception as error:
         if type(error) is not Exception:  # what Orbax raises for an array it cannot read
             raise
-        raise _Damage(_brief(error.__cause__ or error)) from error
-    return {name: restored[name] for name in wanted}
+        why = _brief(error.__cause__ or error)
+    _forget_other_reads()
+    raise _Damage(why)
+
+
+def _forget_other_reads() -> None:
+    """Orbax abandons them when one fails, and each would fill a screen when it is collected."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
 
 
 def _brief(error: BaseException) -> str:

@@ -153,7 +153,8 @@ class _TensorBoard:
         writer = _need("tensorboard.summary.writer.event_file_writer")
         self._event = _need("tensorboard.compat.proto.event_pb2").Event
         self._summary = _need("tensorboard.compat.proto.summary_pb2").Summary
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(folder)
         self._writer = writer.EventFileWriter(str(folder))
         self.flush, self.close = self._writer.flush, self._writer.close
 
@@ -197,7 +198,9 @@ def _finite(value: Any) -> Any:
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return value if math.isfinite(value) else None
+    if isinstance(value, int):
+        return value
+    return float(value) if math.isfinite(value) else None
 
 
 def _scalars(value: Any, tag: str) -> Iterator[tuple[str, float]]:
