@@ -325,7 +325,7 @@ def _read_arrays(folder: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
         stored = tensorstore.open(spec, context=context, open=True, dtype=leaf.dtype).result()
         shards: dict[str, np.ndarray] = {}
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:  # asked for once a device
+        def shard(index: Any) -> np.ndarray:  # asked for once a device
             if (key := str(index)) not in shards:
                 shards[key] = stored[index].read().result()
             return shards[key]
