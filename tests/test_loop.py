@@ -13,11 +13,12 @@ import pytest
 from dflash_jax.decoder import Pair, PairParams
 from dflash_jax.sharding import Sharding, make_mesh
 from dflash_jax.testing import compilations, tiny_pair
-from train.data import DataError, Sample, pack
 from train.initial import random_draft
 from train.loop import LoopConfig, TrainingDiverged, learning_rate, train
 from train.objective import Metrics, ObjectiveConfig, objective, target_features
+from train.packing import pack
 from train.rows import PackedRows
+from train.samples import DataError, Sample
 
 ANCHORS = ObjectiveConfig(anchors=8, gamma=4.0, anchor_group=4)
 CONFIG = LoopConfig(ANCHORS, batch_rows=4, learning_rate=2e-2, steps=100, log_every=25)
@@ -34,10 +35,10 @@ def pair_on(data: int = 1, model: int = 1) -> tuple[Pair, PairParams]:
 
 def counting(documents: int) -> PackedRows:
     samples = [
-        Sample([(i + start) % 7 for i in range(20)], [False] * 3 + [True] * 17)
+        Sample("", np.array((np.arange(20) + start) % 7, np.int32), np.arange(20) >= 3)
         for start in range(documents)
     ]
-    return pack(samples, 40, seed=0)
+    return pack(samples, 40, seed=0)[:]
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from tiny_model import write_model
 import dflash_jax
 from dflash_jax import LLM, EngineConfig, Request, SamplingParams
 from dflash_jax.statistics import loop_start
-from train.data import read_samples
 from train.prompts import Prompt
 from train.regenerate import regenerate, run_all, self_written_prompts
+from train.samples import read_samples
 
 TEXTS = ["the cat", "and the hat", "hat cat", "x", "שלום", "the the the"]
 PROMPTS = [Prompt(f"p{i}", f"source{i % 2}", text) for i, text in enumerate(TEXTS)]
@@ -60,7 +60,7 @@ def test_answers_are_solo_answers_cut_at_their_loop(llm: LLM, tmp_path: Path, sa
         written -= len(expected)
     assert not answers and written == 0
     assert looped if sampling.temperature == 0 else looped < len(PROMPTS)
-    list(read_samples(out, vocab_size=llm.pair.target_config.vocab_size, max_bad_share=0.0))
+    list(read_samples([out], vocab_size=llm.pair.target_config.vocab_size, max_bad_share=0.0))
 
 
 def test_prompts_that_do_not_fit_are_skipped_and_counted(llm: LLM, tmp_path: Path) -> None:

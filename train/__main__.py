@@ -27,13 +27,14 @@ from dflash_jax.request import SamplingParams
 from dflash_jax.resolve import ResolveError
 from dflash_jax.speculative import DraftSampling
 from dflash_jax.tokenizer import TokenizerError
-from train.data import DataError, pack, read_samples
 from train.evaluate import evaluate
 from train.initial import draft_from_target, random_draft
 from train.loop import TrainingDiverged, train
+from train.packing import pack
 from train.prompts import Prompt, clean_self_written, drop_contaminated, wording
 from train.recipes import RECIPES, Recipe
 from train.regenerate import regenerate, self_written_prompts
+from train.samples import DataError, read_samples
 
 STAGES = ("regenerate", "train", "evaluate")
 ANSWERS, DRAFT = "answers.jsonl", "draft"  # what one stage leaves for the next
@@ -186,10 +187,10 @@ def _train(recipe: Recipe, options: argparse.Namespace) -> None:
     pair = Pair.of(target, recipe.draft_config(target), llm.pair.sharding, llm.pair.dtype)
     assert pair.draft_config is not None
     rows = pack(
-        read_samples(options.work / ANSWERS, vocab_size=target.vocab_size),
+        read_samples([options.work / ANSWERS], vocab_size=target.vocab_size),
         recipe.row_length,
         seed=recipe.loop.seed,
-    )
+    )[:]
     supervised = int(rows.loss_mask.sum())
     print(f"{rows.tokens.shape[0]} rows of {recipe.row_length}, {supervised} supervised tokens")
     target_params = llm.engine.params.target

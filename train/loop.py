@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
-from train.data import DataError
 from train.objective import (
     Metrics,
     ObjectiveConfig,
@@ -24,6 +23,7 @@ from train.objective import (
     target_features,
 )
 from train.rows import PackedRows
+from train.samples import DataError
 
 
 @dataclasses.dataclass(frozen=True)
