@@ -164,6 +164,21 @@ def test_a_rewritten_turn_hides_nothing_behind_it() -> None:
     assert supervised(TOKENIZERS["qwen"], messages) == ["ho<|im_end|>", "er<|im_end|>"]
 
 
+def test_empty_thoughts_belong_to_who_writes_them() -> None:
+    """Qwen3 puts empty thoughts into a last turn without any, and into the prompt on request."""
+    empty = "<think>\n\n</think>\n\n"
+    add = """{%- if m.role == 'assistant' and '</think>' not in content and loop.last -%}
+{%- set content = '<think>\n\n</think>\n\n' + content -%}{%- endif -%}{{ '<|im_start|>' + m.role"""
+    ask = """{%- if enable_thinking is false -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}
+{%- endif -%}"""
+    template = QWEN.replace("{{ '<|im_start|>' + m.role", add).removesuffix("{%- endif -%}") + ask
+    tokenizer, messages = tokenizer_of(template), turns("q", "hi", "r", "ho")
+    # The first turn had thoughts when it was the last one.
+    assert supervised(tokenizer, messages) == [empty + "ho<|im_end|>"]
+    options = {"enable_thinking": False}
+    assert supervised(tokenizer, messages, template_options=options) == ["ho<|im_end|>"]
+
+
 def test_what_follows_the_last_answer_is_left_out() -> None:
     """It would be a question, before which the template drops the answer's thoughts."""
     answer = "<think>\nhm\n</think>\n\nhi"
@@ -192,14 +207,14 @@ def test_a_template_without_special_tokens() -> None:
 def test_a_turn_that_opens_the_conversation_is_not_learnt() -> None:
     messages = [{"role": "assistant", "content": "hello"}, *turns("q", "hi")]
     assert supervised(TOKENIZERS["chatml"], messages) == ["hi<|im_end|>"]
-    with pytest.raises(ValueError, match=r"last turn of the assistant \(0\) has no prompt"):
+    with pytest.raises(ValueError, match="the assistant never answers"):
         supervised(TOKENIZERS["chatml"], messages[:1])
 
 
 def test_a_last_turn_that_cannot_be_told_is_an_error() -> None:
     with pytest.raises(ValueError, match="renders the prompt of the last turn"):
         supervised(tokenizer_of(FORGETFUL), turns("q", "hi"))
-    with pytest.raises(ValueError, match="the assistant never speaks"):
+    with pytest.raises(ValueError, match="the assistant never answers"):
         supervised(TOKENIZERS["chatml"], turns("q"))
 
 

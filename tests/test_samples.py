@@ -38,7 +38,7 @@ BAD = {
     b'{"input_ids": [1, 2], "loss_mask": [2, 1]}': "loss_mask 2",
     b'{"input_ids": [1, 2, 3], "loss_mask": [1, 0, 1]}': "no two supervised tokens in a row",
     b'{"input_ids": [], "loss_mask": []}': "no two supervised",
-    b'{"messages": [{"role": "user", "content": "q"}]}': "the assistant never speaks",
+    b'{"messages": [{"role": "user", "content": "q"}]}': "the assistant never answers",
     b'{"messages": []}': "messages must be a list of turns",
     b'{"text": 3}': "text must be a string, got int",
     b'{"text": ""}': "no two supervised",

@@ -64,9 +64,10 @@ def tokens_of_conversation(
 
     Raises ValueError where that last turn cannot be told from the rendering.
     """
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    # One that opens the conversation answers no prompt, and templates refuse an empty one.
+    turns = [n for n, message in enumerate(messages) if n and message["role"] == "assistant"]
     if not turns:
-        raise ValueError("the assistant never speaks")
+        raise ValueError("the assistant never answers")
     messages = messages[: turns[-1] + 1]  # of what follows nothing is learnt
 
     def render(count: int, *, prompt: bool) -> str:
@@ -81,20 +82,17 @@ def tokens_of_conversation(
     full = render(len(messages), prompt=False)
     spans = []
     for turn in turns if supervise == "all" else turns[-1:]:
-        # A turn that opens the conversation answers no prompt, and templates refuse an empty one.
-        before = render(turn, prompt=True) if turn else None
+        before = render(turn, prompt=True)
         after = full if turn == turns[-1] else render(turn + 1, prompt=False)
         # Templates that rewrite earlier turns (Qwen3 drops their thoughts) show the model another
         # text than it wrote, which is nothing to learn from.
-        if before is not None and after.startswith(before) and full.startswith(after):
+        if after.startswith(before) and full.startswith(after):
             spans.append((len(before), len(after.rstrip())))  # not the template's own newline
         elif turn == turns[-1]:
             raise ValueError(
-                f"the last turn of the assistant ({turn}) has no prompt before it"
-                if before is None
-                else f"the chat template renders the prompt of the last turn ({turn}) otherwise"
-                f" once it is answered: it ends in {before[-40:]!r}, while the answered"
-                f" conversation has {full[: len(before)][-40:]!r} there"
+                f"the chat template renders the prompt of the last turn ({turn}) otherwise once it"
+                f" is answered: it ends in {before[-40:]!r}, while the answered conversation has"
+                f" {full[: len(before)][-40:]!r} there"
             )
     # The template has written the special tokens; the tokenizer would put a second BOS before them.
     encoded = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True)

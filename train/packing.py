@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+from array import array
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -54,10 +55,10 @@ class PackedDataset:
             arrays = {name: np.load(folder / f"{name}.npy", mmap_mode=mode) for name in ARRAYS}
         except (OSError, ValueError, TypeError) as error:
             raise DataError(f"{folder} holds no packed rows: {error}") from error
-        for name, array in arrays.items():
-            if (array.shape, array.dtype) != ((meta.rows, meta.row_length), ARRAYS[name]):
+        for name, values in arrays.items():
+            if (values.shape, values.dtype) != ((meta.rows, meta.row_length), ARRAYS[name]):
                 raise DataError(
-                    f"{folder}: {name} is {array.dtype} {array.shape}; {META} has"
+                    f"{folder}: {name} is {values.dtype} {values.shape}; {META} has"
                     f" {meta.rows} rows of {meta.row_length}"
                 )
         return cls(meta, **arrays)
@@ -122,7 +123,7 @@ class _Documents:
 
     tokens: BinaryIO
     loss_mask: BinaryIO
-    lengths: list[int] = dataclasses.field(default_factory=list)
+    lengths: array[int] = dataclasses.field(default_factory=lambda: array("q"))
     supervised: int = 0
     split: int = 0
     dropped: int = 0
@@ -171,10 +172,10 @@ def _write(
             out["loss_mask"][place, at : at + size] = loss_mask[start : start + size]
             out["segments"][place, at : at + size] = segment
             at += size
-        for array in out.values():
-            fingerprint.update(array[place].tobytes())
-    for array in out.values():
-        array.flush()
+        for values in out.values():
+            fingerprint.update(values[place].tobytes())
+    for values in out.values():
+        values.flush()
     for path in flat:
         path.unlink()
     meta = PackingMeta(
