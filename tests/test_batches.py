@@ -89,9 +89,15 @@ PINNED = [0, 4, 6, 7, 5, 3, 1, 2]
 
 @pytest.mark.parametrize(
     ("data", "model", "axes"),
-    [(1, 1, ("data",)), (4, 1, ("data",)), (2, 2, ("data",)), (1, 4, ()), (2, 2, (None, None))],
+    [
+        (1, 1, ("data",)),
+        (4, 1, ("data",)),
+        (2, 2, ("data",)),
+        (1, 4, ()),
+        (2, 2, (("data", "model"),)),
+    ],
 )
-def test_rows_are_placed_as_asked(data: int, model: int, axes: tuple[str | None, ...]) -> None:
+def test_rows_are_placed_as_asked(data: int, model: int, axes: tuple[Any, ...]) -> None:
     where = NamedSharding(make_mesh(data, model), PartitionSpec(*axes))
     dataset = dataset_of(6)
     for batch in first(3, Batches(dataset, 4, seed=1, placement=where)):

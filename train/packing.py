@@ -123,7 +123,7 @@ class _Documents:
 
     tokens: BinaryIO
     loss_mask: BinaryIO
-    lengths: array[int] = dataclasses.field(default_factory=lambda: array("q"))
+    lengths: "array[int]" = dataclasses.field(default_factory=lambda: array("q"))
     supervised: int = 0
     split: int = 0
     dropped: int = 0
