@@ -1,147 +1,173 @@
-"""The training loop: frozen target and draft in one jitted step, float32 masters, AdamW, cosine."""
+"""The training loop: batches in, steps, held-out scores, checkpoints, and a draft at the end."""
 
+import contextlib
 import dataclasses
-import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
-from train.objective import (
-    Metrics,
-    ObjectiveConfig,
-    objective,
-    target_features,
-)
-from train.rows import PackedRows
+from train.batches import Batch, Batches, RowSource
+from train.checkpoints import Checkpoints
+from train.contract import contract_of
+from train.losses import Metrics
+from train.metrics import MetricsLog, Progress
+from train.objective import ObjectiveConfig
+from train.preemption import Preemption
+from train.rows import TrainingRows
 from train.samples import DataError
+from train.step import (
+    OptimizerConfig,
+    Step,
+    StepReport,
+    TrainState,
+    abstract_state,
+    init_state,
+    make_step,
+    make_validation,
+    rows_placement,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopConfig:
-    """``batch_rows`` packed rows a step. The learning rate warms up over ``warmup`` of the run and
-    falls to zero by a cosine. The run ends after ``steps``, or after ``seconds`` if that is
-    sooner; the schedule follows whichever runs out first."""
+    """``batch_rows`` packed rows a step, in ``accumulation`` parts. The run ends after ``steps`` or
+    ``epochs`` (one of them), or after ``seconds`` if that is sooner; the rate's schedule follows
+    whichever runs out first, so that only a run without ``seconds`` resumes bit for bit.
+    Every ``checkpoint_every`` steps the held-out rows are scored and a checkpoint is written: the
+    last ``keep`` and the best stay."""
 
     objective: ObjectiveConfig
     batch_rows: int
-    learning_rate: float
-    steps: int
+    optimizer: OptimizerConfig = OptimizerConfig()
+    accumulation: int = 1
+    steps: int | None = None
+    epochs: float | None = None
     seconds: float = math.inf
-    warmup: float = 0.04
-    gradient_clip: float = 1.0
     log_every: int = 50
+    checkpoint_every: int = 1000
+    keep: int = 2
     seed: int = 0
+
+    def __post_init__(self):
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(f"give one of steps and epochs, got {self.steps} and {self.epochs}")
+        for name in ("batch_rows", "accumulation", "log_every", "checkpoint_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"loop.{name} must be at least 1, got {getattr(self, name)}")
+        if self.batch_rows % self.accumulation:
+            raise ValueError(
+                f"loop.accumulation {self.accumulation} must divide batch_rows {self.batch_rows}"
+            )
+
+    def total_steps(self, rows: int) -> int:
+        """Steps of a run over a data set of ``rows`` rows."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return max(math.ceil(self.epochs * rows / self.batch_rows), 1)
 
 
 class TrainingDiverged(RuntimeError):
     """The loss is not finite; the message names the step and its rows."""
 
 
+class Trained(NamedTuple):
+    """``draft``: in float32, of the best checkpoint where there are held-out rows, else the last.
+    ``finished``: false where a signal ended the run early."""
+
+    draft: Params
+    step: int
+    finished: bool
+
+
 def train(
     pair: Pair,
     target_params: Params,
-    draft_params: Params,
-    rows: PackedRows,
+    draft: Mapping[str, jax.Array],
+    rows: RowSource[TrainingRows],
     config: LoopConfig,
     *,
-    log: Path | None = None,
-    report: Callable[[str], None] = print,
-) -> dict[str, jax.Array]:
-    """Train ``draft_params`` and return them in float32.
+    held_out: RowSource[TrainingRows] | None = None,
+    work: Path | None = None,
+    fingerprint: str = "",
+) -> Trained:
+    """Train ``draft`` on ``rows``; the target computes in its own dtype, the draft in
+    ``pair.dtype`` from float32 masters.
 
-    The target computes in its own dtype; the draft in ``pair.dtype`` from float32 masters. Rows
-    are split over the mesh's data axis. ``log`` gets one JSON line every ``log_every`` steps.
+    ``work`` gets train.jsonl, tensorboard/ and checkpoints/, and is where a run that was killed or
+    signalled goes on; ``fingerprint`` names the data in its contract. Without it nothing is
+    written.
+
+    Raises DataError, TrainingDiverged, ContractError, CheckpointError.
     """
-    assert pair.draft is not None
-    mesh = pair.sharding.mesh
-    split = NamedSharding(mesh, PartitionSpec("data"))
-    if config.batch_rows % pair.sharding.data:
-        raise ValueError(
-            f"batch_rows {config.batch_rows} must be a multiple of the mesh's {pair.sharding.data} "
-            "data shards"
+    total = config.total_steps(len(rows))
+    shards = math.prod(pair.sharding.mesh.shape[a] for a in ("data", "fsdp"))
+    if config.batch_rows // config.accumulation % shards:
+        raise DataError(
+            f"a part of {config.batch_rows // config.accumulation} rows (batch_rows / accumulation)"
+            f" cannot be split over the mesh's {shards} data x fsdp shards"
         )
-    # Copies: every step donates them, and the caller's (or the target's) arrays must live on.
-    masters = {
-        name: jax.device_put(jnp.array(draft_params[name], jnp.float32), leaf.sharding)
-        for name, leaf in pair.draft.placed(pair.sharding).items()
-    }
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(config.gradient_clip),
-        optax.scale_by_adam(b1=0.9, b2=0.95),
+    state = init_state(pair, draft, config.optimizer)
+    step = make_step(
+        pair,
+        config.objective,
+        config.optimizer,
+        accumulation=config.accumulation,
+        seed=config.seed,
     )
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    optimizer_state = jax.tree.map(
-        lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, everywhere),
-        optimizer.init(masters),
-    )
-    # In and out alike, or the second step would be compiled anew.
-    placements = jax.tree.map(lambda x: x.sharding, (masters, optimizer_state))
-    step = jax.jit(
-        make_step(pair, optimizer, config.objective),
-        donate_argnums=(0, 1),
-        out_shardings=(*placements, None),
-    )
-    order = _row_order(rows.tokens.shape[0], config.batch_rows, config.seed)
-    key = jax.random.key(config.seed)
-    tokens = config.batch_rows * rows.tokens.shape[1]
-    with _Log(log, config.log_every, tokens, report) as steps:
-        for number in range(config.steps):
-            progress = max(number / config.steps, steps.seconds / config.seconds)
-            if progress >= 1:
+    placement = rows_placement(pair)
+    batches = Batches(rows, config.batch_rows, seed=config.seed, placement=placement)
+    validation = None
+    if held_out is not None and len(held_out):
+        validation = _Validation(pair, config, held_out)
+    with contextlib.ExitStack() as stack:
+        checkpoints = None
+        if work is not None:
+            contract = contract_of(pair, target_params, config, fingerprint)
+            checkpoints = Checkpoints(work / "checkpoints", contract, keep=config.keep)
+            checkpoints = stack.enter_context(checkpoints)
+            found = checkpoints.restore(abstract_state(pair, config.optimizer))
+            state = found[1] if found else state
+        start = int(state.step)
+        progress = stack.enter_context(Progress(total, start=start))
+        log = work and stack.enter_context(MetricsLog(work, resume_step=start))
+        preemption = stack.enter_context(Preemption())
+        run = _Run(step, target_params, config, total, progress, log)
+        finished, saved = True, start
+        for batch in _until(total, batches, start):
+            state, done = run.advance(state, batch)
+            finished = not preemption.requested(done)
+            ends = done == total or run.out_of_time or not finished
+            if ends or done % config.checkpoint_every == 0:
+                run.write_log(done)
+                score = None
+                if validation is not None and finished:
+                    held = validation.score(state.masters, target_params)
+                    run.write(done, {"held_out": held})
+                    score = held["accept_length"]
+                if checkpoints is not None:
+                    checkpoints.save(done, state, score=score)
+                saved = done
+            if ends:
                 break
-            chosen = next(order)
-            batch = jax.tree.map(lambda x, at=chosen: jax.device_put(x[at], split), rows)
-            rate = learning_rate(config, progress)
-            masters, optimizer_state, metrics = step(
-                masters,
-                optimizer_state,
-                target_params,
-                batch,
-                jax.random.fold_in(key, number),
-                jnp.float32(rate),
+        if checkpoints is not None and finished and checkpoints.best_step not in (None, saved):
+            restored = checkpoints.restore(
+                abstract_state(pair, config.optimizer), step=checkpoints.best_step
             )
-            steps.add(_Step(number + 1, rate, chosen, metrics))
-    return masters
+            assert restored is not None
+            state = restored[1]
+    return Trained(state.masters, int(state.step), finished)
 
 
-def make_step(
-    pair: Pair, optimizer: optax.GradientTransformation, config: ObjectiveConfig
-) -> Callable[..., tuple[dict[str, jax.Array], Any, Metrics]]:
-    """(masters, optimiser state, target params, rows, key, learning rate) -> (masters, optimiser
-    state, metrics): gradients of the global batch's loss, whatever the mesh."""
-    assert pair.draft is not None
-    draft_module, target_module = pair.draft, pair.target
-
-    def loss(masters, target_params, rows, key):
-        compute = {name: value.astype(pair.dtype) for name, value in masters.items()}
-        draft, target = draft_module.bind(compute), target_module.bind(target_params)
-        features = target_features(target, rows, pair.taps)
-        metrics = objective(draft, target, rows, features, key, config)
-        return metrics.weighted_loss / jnp.maximum(metrics.weight, 1e-6), metrics
-
-    def step(masters, state, target_params, rows, key, rate):
-        (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(
-            masters, target_params, rows, key
-        )
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes python floats and arrays
-            updates, state = optimizer.update(gradient, state, masters)
-        masters = jax.tree.map(lambda value, update: value - rate * update, masters, updates)
-        return masters, state, metrics
-
-    return step
-
-
-def learning_rate(config: LoopConfig, progress: float) -> float:
+def learning_rate(config: OptimizerConfig, progress: float) -> float:
     """Linear warm-up, then a cosine to zero, over ``progress`` in 0..1."""
     if progress < config.warmup:
         return config.learning_rate * progress / config.warmup
@@ -162,78 +188,105 @@ def summarise(sums: list[Metrics]) -> dict[str, Any]:
     }
 
 
-def _row_order(rows: int, batch: int, seed: int) -> Iterator[np.ndarray]:
-    """Row indices of every step: a fresh permutation an epoch, the ragged end dropped."""
-    if rows < batch:
-        raise DataError(f"{rows} packed rows are fewer than batch_rows {batch}")
-    random = np.random.default_rng(seed)
-    while True:
-        permutation = random.permutation(rows)
-        yield from permutation[: rows - rows % batch].reshape(-1, batch)
+def _until(total: int, batches: Batches[TrainingRows], start: int) -> Iterator[Batch[TrainingRows]]:
+    """Batches of steps start..total-1; the thread that makes them ends with this."""
+    with contextlib.closing(batches.iterate(start)) as endless:  # pyright: ignore[reportArgumentType]
+        for batch in endless:
+            if batch.step >= total:
+                return
+            yield batch
 
 
-class _Step(NamedTuple):
-    number: int
-    learning_rate: float
-    rows: np.ndarray
-    metrics: Metrics
+class _Run:
+    """Steps of one process's run, their clock and their log. Metrics stay on the device until a
+    line is due, so that steps are not waited for."""
 
-
-class _Log:
-    """Steps summed up ``every`` so many, and at the end: a JSON line (where a path is given) and a
-    line to the reader. Metrics stay on the device until then, so that steps are not waited for.
-
-    Raises TrainingDiverged.
-    """
-
-    def __init__(self, path: Path | None, every: int, tokens: int, report: Callable[[str], None]):
-        self._path, self._every, self._tokens, self._report = path, every, tokens, report
-        self._steps: list[_Step] = []
+    def __init__(
+        self,
+        step: Step,
+        target_params: Params,
+        config: LoopConfig,
+        total: int,
+        progress: Progress,
+        log: MetricsLog | None,
+    ):
+        self._step, self._target, self._config, self._total = step, target_params, config, total
+        self._progress, self._log = progress, log
+        self._pending: list[tuple[Batch[TrainingRows], float, StepReport]] = []
         self._started = self._last = time.perf_counter()
-        self._file: TextIO | None = None
-
-    def __enter__(self) -> "_Log":
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("w", encoding="utf-8")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None and self._steps:  # time ran out between two lines
-                self._write()
-        finally:
-            if self._file is not None:
-                self._file.close()
 
     @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._started
+    def out_of_time(self) -> bool:
+        return time.perf_counter() - self._started >= self._config.seconds
 
-    def add(self, step: _Step) -> None:
-        self._steps.append(step)
-        if len(self._steps) == self._every:
-            self._write()
+    def advance(self, state: TrainState, batch: Batch[TrainingRows]) -> tuple[TrainState, int]:
+        """(new state, how many steps are done)."""
+        elapsed = time.perf_counter() - self._started
+        progress = max(batch.step / self._total, elapsed / self._config.seconds)
+        rate = learning_rate(self._config.optimizer, min(progress, 1.0))
+        rows, features = batch.rows
+        state, report = self._step(state, self._target, rows, features, jnp.float32(rate))
+        self._pending.append((batch, rate, report))
+        done = batch.step + 1
+        self._progress.move(done)
+        if done % self._config.log_every == 0:
+            self.write_log(done)
+        return state, done
 
-    def _write(self) -> None:
-        for step in self._steps:
-            if not math.isfinite(loss := float(step.metrics.weighted_loss)):
-                where = f"step {step.number}, rows {step.rows.tolist()}"
+    def write_log(self, done: int) -> None:
+        """A record of the steps since the last one. Raises TrainingDiverged."""
+        if not self._pending:
+            return
+        reports = jax.device_get([report for *_, report in self._pending])
+        for (batch, *_), report in zip(self._pending, reports, strict=True):
+            if not math.isfinite(loss := float(report.metrics.weighted_loss)):
+                where = f"step {batch.step + 1}, rows {batch.rows_index.tolist()}"
                 raise TrainingDiverged(f"the loss is {loss} at {where}")
-        record = summarise([step.metrics for step in self._steps])
         now = time.perf_counter()
-        record |= {
-            "step": self._steps[-1].number,
-            "learning_rate": self._steps[-1].learning_rate,
+        tokens = sum(batch.rows.rows.tokens.size for batch, *_ in self._pending)
+        record = summarise([report.metrics for report in reports]) | {
+            "gradient_norm": float(np.mean([report.gradient_norm for report in reports])),
+            "learning_rate": self._pending[-1][1],
             "seconds": now - self._started,
-            "tokens_per_second": len(self._steps) * self._tokens / (now - self._last),
+            "tokens_per_second": tokens / (now - self._last),
         }
-        self._steps, self._last = [], now
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
-        self._report(
-            f"step {record['step']} loss {record['loss']:.3f} "
-            f"accept {record['accept_length']:.3f} first {record['accuracy'][0]:.3f} "
-            f"{record['tokens_per_second']:.0f} tok/s {record['seconds']:.0f} s"
-        )
+        self._pending, self._last = [], now
+        self.write(done, record)
+
+    def write(self, step: int, record: dict[str, Any]) -> None:
+        if self._log is not None:
+            self._log.write(step, record)
+        held_out = record.get("held_out")
+        if held_out is None:
+            self._progress.show(step, record)
+        else:
+            loss, tau = held_out["loss"], held_out["accept_length"]
+            self._progress.say(f"step {step}: held-out loss {loss:.3f}, tau {tau:.2f}")
+
+
+class _Validation:
+    """Teacher-forced scores on held-out rows, always with the same anchors."""
+
+    def __init__(self, pair: Pair, config: LoopConfig, rows: RowSource[TrainingRows]):
+        shards = math.prod(pair.sharding.mesh.shape[a] for a in ("data", "fsdp"))
+        size = config.batch_rows // config.accumulation
+        size = min(size, len(rows) // shards * shards)
+        if size == 0:
+            raise DataError(
+                f"{len(rows)} held-out rows are fewer than the mesh's {shards} row shards"
+            )
+        # In order, so that nothing depends on the seed; the ragged end is left out.
+        self._batches = [
+            jax.tree.map(
+                lambda x: jax.make_array_from_callback(
+                    x.shape, rows_placement(pair), lambda index, x=x: x[index]
+                ),
+                rows[np.arange(at, at + size)],
+            )
+            for at in range(0, len(rows) - size + 1, size)
+        ]
+        self._validate = make_validation(pair, config.objective, seed=config.seed)
+
+    def score(self, masters: Params, target_params: Params) -> dict[str, Any]:
+        sums = [self._validate(masters, target_params, *batch) for batch in self._batches]
+        return summarise(jax.device_get(sums))

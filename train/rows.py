@@ -1,9 +1,10 @@
 """Packed rows: the shape of a training batch."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 @jax.tree_util.register_dataclass
@@ -16,3 +17,10 @@ class PackedRows:
     segments: Int[Array, "Z S"]
     positions: Int[Array, "Z S"]
     loss_mask: Bool[Array, "Z S"]
+
+
+class TrainingRows(NamedTuple):
+    """``features``: the target's, where a run reads them from disk (features.py)."""
+
+    rows: PackedRows
+    features: Float[Array, "Z S nD"] | None
