@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import signal
+import threading
 from pathlib import Path
 
 import jax
@@ -11,34 +13,52 @@ import numpy as np
 import pytest
 
 from dflash_jax.decoder import Pair, PairParams
-from dflash_jax.sharding import Sharding, make_mesh
-from dflash_jax.testing import compilations, tiny_pair
+from dflash_jax.testing import tiny_pair
+from train.checkpoints import ContractError
+from train.features import RowsWithFeatures, write_features
 from train.initial import random_draft
-from train.loop import LoopConfig, TrainingDiverged, learning_rate, train
-from train.objective import Metrics, ObjectiveConfig, objective, target_features
-from train.packing import pack
-from train.rows import PackedRows
+from train.loop import LoopConfig, Trained, TrainingDiverged, learning_rate, train
+from train.losses import LossConfig
+from train.mesh import training_sharding
+from train.metrics import read_records
+from train.objective import ObjectiveConfig
+from train.packing import PackedDataset, pack
 from train.samples import DataError, Sample
+from train.step import OptimizerConfig
 
-ANCHORS = ObjectiveConfig(anchors=8, gamma=4.0, anchor_group=4)
-CONFIG = LoopConfig(ANCHORS, batch_rows=4, learning_rate=2e-2, steps=100, log_every=25)
+ANCHORS = ObjectiveConfig(8, LossConfig(gamma=4.0))
+CONFIG = LoopConfig(
+    ANCHORS,
+    batch_rows=4,
+    optimizer=OptimizerConfig(learning_rate=2e-2),
+    steps=60,
+    log_every=10,
+    checkpoint_every=20,
+)
 POISON = 9  # a token that counting never comes to
 
 
-def pair_on(data: int = 1, model: int = 1) -> tuple[Pair, PairParams]:
+def pair_on(*mesh: int) -> tuple[Pair, PairParams]:
     return tiny_pair(
         target={"num_layers": 2},
         draft={"num_layers": 1, "target_layer_ids": (0, 1)},
-        sharding=Sharding(make_mesh(data, model)),
+        sharding=training_sharding(*(mesh or (1, 1, 1))),
     )
 
 
-def counting(documents: int) -> PackedRows:
+def counting(documents: int, first: int = 0) -> PackedDataset:
     samples = [
-        Sample("", np.array((np.arange(20) + start) % 7, np.int32), np.arange(20) >= 3)
-        for start in range(documents)
+        Sample(
+            str(start),
+            np.array([(i + start) % 7 for i in range(20)], np.int32),
+            np.arange(20) >= 3,
+        )
+        for start in range(first, first + documents)
     ]
-    return pack(samples, 40, seed=0)[:]
+    return pack(samples, 40, seed=0)
+
+
+ROWS = RowsWithFeatures(counting(14))
 
 
 @pytest.fixture(scope="module")
@@ -46,63 +66,172 @@ def pair() -> tuple[Pair, PairParams]:
     return pair_on()
 
 
-def silent(line: str) -> None:
-    pass
-
-
-def run(pair, rows, config=CONFIG, **options) -> dict[str, np.ndarray]:
+def run(pair, rows=ROWS, config=CONFIG, **options) -> Trained:
     pair, params = pair
     draft = random_draft(pair, params.target, seed=0)
-    trained = train(pair, params.target, draft, rows, config, report=silent, **options)
-    return {name: np.asarray(value) for name, value in trained.items()}
+    return train(pair, params.target, draft, rows, config, **options)
 
 
-def test_it_learns_and_logs_and_repeats_bit_for_bit(pair, tmp_path: Path) -> None:
-    rows, log = counting(14), tmp_path / "made" / "train.jsonl"
-    trained = run(pair, rows, log=log)
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [25, 50, 75, 100]
+def losses(work: Path) -> list[tuple[int, float]]:
+    return [(r["step"], r["loss"]) for r in read_records(work / "train.jsonl") if "loss" in r]
+
+
+@pytest.fixture(scope="module")
+def whole(pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
+    """A run that nothing interrupts."""
+    work = tmp_path_factory.mktemp("whole")
+    held_out = RowsWithFeatures(counting(6, first=3))
+    return work, run(pair, work=work, held_out=held_out, fingerprint="counting")
+
+
+def test_it_learns_and_logs(whole) -> None:
+    work, trained = whole
+    records = read_records(work / "train.jsonl")
+    lines = [r for r in records if "loss" in r]
+    assert [line["step"] for line in lines] == [10, 20, 30, 40, 50, 60]
     assert lines[-1]["loss"] < 0.3 * lines[0]["loss"]
     assert lines[0]["accept_length"] < 2 and lines[-1]["accept_length"] > 3
     for line in lines:
         assert len(line["accuracy"]) == 3 and all(0 <= a <= 1 for a in line["accuracy"])
         assert 1 <= line["accept_length"] <= 4 and line["tokens_per_second"] > 0
-        assert line["learning_rate"] == learning_rate(CONFIG, (line["step"] - 1) / 100)
-    again = run(pair, rows, log=log)
-    for name, value in trained.items():
-        np.testing.assert_array_equal(value, again[name])
-    repeated = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [line["loss"] for line in repeated] == [line["loss"] for line in lines]
+        assert line["learning_rate"] == learning_rate(CONFIG.optimizer, (line["step"] - 1) / 60)
+        assert line["gradient_norm"] > 0
+    held_out = [r for r in records if "held_out" in r]
+    assert [r["step"] for r in held_out] == [20, 40, 60]
+    assert held_out[-1]["held_out"]["accept_length"] > 3
+    assert trained.finished
+    assert {value.dtype for value in trained.draft.values()} == {jnp.dtype(jnp.float32)}
 
 
-def test_what_the_caller_gave_lives_on(pair) -> None:
-    """The steps donate their masters; those are copies, even where a draft starts as the target's
-    own arrays in float32."""
-    pair, params = pair
-    shared = {**params.draft, "norm.weight": params.target["model.norm.weight"]}
-    config = dataclasses.replace(CONFIG, steps=2)
-    train(pair, params.target, shared, counting(14), config, report=silent)
-    assert not any(value.is_deleted() for value in (*shared.values(), *params.target.values()))
+def test_the_best_checkpoint_is_what_training_ends_with(pair, whole, tmp_path: Path) -> None:
+    """Rising to a rate that destroys, the last step is not the best."""
+    work, trained = whole
+    scores = {
+        r["step"]: r["held_out"]["accept_length"]
+        for r in read_records(work / "train.jsonl")
+        if "held_out" in r
+    }
+    assert scores[trained.step] == max(scores.values())
+    optimizer = OptimizerConfig(learning_rate=1.0, warmup=1.0)
+    config = dataclasses.replace(CONFIG, optimizer=optimizer, checkpoint_every=5, keep=1)
+    spoilt = run(pair, config=config, work=tmp_path, held_out=ROWS)
+    scores = {
+        r["step"]: r["held_out"]["accept_length"]
+        for r in read_records(tmp_path / "train.jsonl")
+        if "held_out" in r
+    }
+    assert scores[60] < max(scores.values()) == scores[spoilt.step]
 
 
-def test_steps_after_the_last_full_line_are_logged_too(pair, tmp_path: Path) -> None:
-    log = tmp_path / "train.jsonl"
-    run(pair, counting(14), dataclasses.replace(CONFIG, steps=3, log_every=2), log=log)
-    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [2, 3]
+def test_a_run_that_sigterm_stopped_goes_on_bit_for_bit(pair, whole, tmp_path: Path) -> None:
+    """The signal ends the run after its step, with a checkpoint; the same call takes it up."""
+    work, expected = whole
+    options = {"held_out": RowsWithFeatures(counting(6, first=3)), "fingerprint": "counting"}
+
+    class Signalling(RowsWithFeatures):
+        def __getitem__(self, rows: np.ndarray, /):
+            self.reads = getattr(self, "reads", 0) + 1
+            if self.reads == 17:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+            return super().__getitem__(rows)
+
+    stopped = run(pair, Signalling(counting(14)), work=tmp_path, **options)
+    assert not stopped.finished and 0 < stopped.step < 60
+    resumed = run(pair, work=tmp_path, **options)
+    assert resumed.finished and resumed.step == expected.step
+    for name, value in expected.draft.items():
+        np.testing.assert_array_equal(resumed.draft[name], value)
+    assert [s for s, _ in losses(tmp_path) if s % 10 == 0] == [s for s, _ in losses(work)]
+    after = dict(losses(tmp_path))
+    late = [s for s, _ in losses(work) if s > stopped.step + 10]
+    assert late and all(after[s] == dict(losses(work))[s] for s in late)
+
+
+def test_a_finished_run_is_not_run_again(pair, whole) -> None:
+    work, expected = whole
+    before = losses(work)
+    options = {"held_out": RowsWithFeatures(counting(6, first=3)), "fingerprint": "counting"}
+    again = run(pair, work=work, **options)
+    assert again.finished and losses(work) == before
+    for name, value in expected.draft.items():
+        np.testing.assert_array_equal(again.draft[name], value)
+
+
+def test_another_run_in_the_same_folder_is_refused_by_name(pair, whole) -> None:
+    work, _ = whole
+    with pytest.raises(ContractError, match="data: .* 'counting', this run has 'other'"):
+        run(pair, work=work, fingerprint="other")
+    objective = ObjectiveConfig(8, LossConfig(gamma=7.0))
+    config = dataclasses.replace(CONFIG, objective=objective)
+    with pytest.raises(ContractError, match=r"objective.loss.gamma: .* 4.0, this run has 7.0"):
+        run(pair, config=config, work=work, fingerprint="counting")
+    model, params = pair
+    name = "model.norm.weight"
+    other = PairParams({**params.target, name: params.target[name] + 1}, params.draft)
+    with pytest.raises(ContractError, match="target.weights: "):
+        run((model, other), work=work, fingerprint="counting")
+
+
+def test_it_goes_on_on_another_mesh(whole, tmp_path: Path) -> None:
+    """To tolerance: sums over devices have another order."""
+    _, expected = whole
+    config = dataclasses.replace(CONFIG, steps=20)
+    run(pair_on(), config=config, work=tmp_path)
+    records = losses(tmp_path)
+    # The contract knows the number of steps; the folder is made the longer run's.
+    contract = tmp_path / "checkpoints" / "contract.json"
+    stored = json.loads(contract.read_text())
+    stored["schedule"]["steps"] = 24
+    contract.write_text(json.dumps(stored))
+    longer = dataclasses.replace(CONFIG, steps=24, accumulation=2)
+    split = run(pair_on(1, 2, 2), config=longer, work=tmp_path)
+    assert split.step == 24 and losses(tmp_path)[: len(records)] == records
+    name = "layers.0.mlp.up_proj.kernel"
+    assert split.draft[name].sharding.spec == jax.sharding.PartitionSpec("fsdp", "model")
+
+
+def test_features_from_disk_give_the_same_loss(pair, tmp_path: Path) -> None:
+    model, params = pair
+    dataset, contract = counting(14), {"target": "a", "taps": [0, 1]}
+    folder = tmp_path / "features"
+    for _ in range(2):  # the second finds everything done
+        write_features(
+            model, params.target, dataset, folder, contract, batch_rows=3, report=lambda line: None
+        )
+    config = dataclasses.replace(CONFIG, steps=6, log_every=1)
+    online = run(pair, config=config, work=tmp_path / "online")
+    stored = RowsWithFeatures(dataset, folder, contract)
+    offline = run(pair, stored, config=config, work=tmp_path / "offline")
+    np.testing.assert_allclose(
+        *(np.array(losses(tmp_path / name)) for name in ("online", "offline")), rtol=1e-6
+    )
+    for name, value in online.draft.items():
+        np.testing.assert_allclose(offline.draft[name], value, atol=1e-5)
+    with pytest.raises(DataError, match=r"made from something else: target: 'a', now 'b'"):
+        RowsWithFeatures(dataset, folder, {**contract, "target": "b"})
+    victim = next(folder.glob("*/*3.npz"))
+    victim.write_bytes(victim.read_bytes()[:50])
+    with pytest.raises(DataError, match="holds no features"):
+        stored[np.array([3])]
+    victim.unlink()
+    with pytest.raises(DataError, match="lacks the features of 1 of 7 rows, the first of row 3"):
+        RowsWithFeatures(dataset, folder, contract)
 
 
 def test_a_budget_of_seconds_ends_the_run_and_the_schedule(pair, tmp_path: Path) -> None:
-    log = tmp_path / "train.jsonl"
-    config = dataclasses.replace(CONFIG, steps=10**9, seconds=2.0, log_every=10**9)
-    run(pair, counting(14), config, log=log)
-    (line,) = [json.loads(line) for line in log.read_text().splitlines()]
+    never = 10**9
+    config = dataclasses.replace(
+        CONFIG, steps=never, seconds=2.0, log_every=never, checkpoint_every=never
+    )
+    assert run(pair, config=config, work=tmp_path).finished
+    (line,) = read_records(tmp_path / "train.jsonl")
     assert line["seconds"] >= 2.0
-    assert line["learning_rate"] < CONFIG.learning_rate
+    assert line["learning_rate"] < CONFIG.optimizer.learning_rate
 
 
 def test_learning_rate() -> None:
     """Linear over the first 4 %, then half a cosine down to zero."""
-    config = dataclasses.replace(CONFIG, learning_rate=2.0)
+    config = OptimizerConfig(learning_rate=2.0)
     at = [0, 0.01, 0.02, 0.04, 0.52, 0.76, 1]
     expected = [0, 0.5, 1, 2, 1, 1 + math.cos(0.75 * math.pi), 0]
     np.testing.assert_allclose([learning_rate(config, p) for p in at], expected, atol=1e-12)
@@ -111,96 +240,38 @@ def test_learning_rate() -> None:
 
 
 @pytest.mark.parametrize("steps", [4, 10])
-def test_a_loss_that_is_not_finite_stops_the_run(pair, steps: int) -> None:
-    """Step and rows are named, also where the run ends before a log line is due."""
+def test_a_loss_that_is_not_finite_stops_the_run(pair, steps: int, tmp_path: Path) -> None:
+    """Step and rows are named, also where the run ends before a log line is due, and no checkpoint
+    of such a state is written."""
     pair, params = pair
-    rows = counting(14)
-    tokens = np.array(rows.tokens)
+    dataset = counting(14)
+    tokens = np.array(dataset.tokens)
     tokens[5, 20] = POISON
-    rows = dataclasses.replace(rows, tokens=tokens)
+    rows = RowsWithFeatures(dataclasses.replace(dataset, tokens=tokens))
     name = "model.embed_tokens.weight"
     target = {**params.target, name: params.target[name].at[POISON].set(jnp.nan)}
     config = dataclasses.replace(CONFIG, steps=steps, log_every=7)
     with pytest.raises(TrainingDiverged, match=r"the loss is nan at step [1-4], rows \[") as info:
-        train(pair, target, params.draft, rows, config, report=silent)
+        train(pair, target, params.draft, rows, config, work=tmp_path)
     assert 5 in json.loads(str(info.value).partition("rows ")[2])
+    assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
 
 
 def test_too_few_rows_and_ragged_batches_are_refused(pair) -> None:
     with pytest.raises(DataError, match="1 packed rows are fewer than batch_rows 4"):
-        run(pair, counting(2))
+        run(pair, RowsWithFeatures(counting(2)))
     uneven = dataclasses.replace(CONFIG, batch_rows=3)
-    with pytest.raises(ValueError, match="batch_rows 3 must be a multiple of .* 2 data shards"):
-        run(pair_on(2, 1), counting(14), uneven)
+    with pytest.raises(DataError, match="a part of 3 rows .* 2 data x fsdp shards"):
+        run(pair_on(1, 2, 1), config=uneven)
+    for field, value, match in [
+        ("steps", None, "one of steps and epochs"), ("epochs", 1.0, "one of steps and epochs"),
+        ("accumulation", 3, "accumulation 3 must divide batch_rows 4"),
+        ("log_every", 0, "log_every must be at least 1"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            dataclasses.replace(CONFIG, **{field: value})
 
 
-def run_unevenly(pair, folder: Path) -> tuple[list[float], dict[str, np.ndarray]]:
-    """(losses, weights) of three steps over rows of unlike numbers of labels, so that a mean of
-    means would show."""
-    rows = counting(14)
-    lengths = np.arange(rows.tokens.shape[0])[:, None] * 3 + 3
-    rows = dataclasses.replace(rows, loss_mask=np.arange(40)[None, :] < lengths)
-    config = dataclasses.replace(CONFIG, steps=3, log_every=1, warmup=0.0)
-    weights = run(pair, rows, config, log=folder / "log")
-    losses = [json.loads(line)["loss"] for line in (folder / "log").read_text().splitlines()]
-    return losses, weights
-
-
-@pytest.fixture(scope="module")
-def alone(pair, tmp_path_factory: pytest.TempPathFactory):
-    return run_unevenly(pair, tmp_path_factory.mktemp("alone"))
-
-
-@pytest.mark.parametrize("mesh", [(2, 1), (4, 1), (2, 2)], ids=str)
-def test_loss_and_weights_do_not_depend_on_the_mesh(alone, mesh, tmp_path: Path) -> None:
-    """Fault 47."""
-    losses, weights = run_unevenly(pair_on(*mesh), tmp_path)
-    np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
-    for name, value in alone[1].items():
-        # Adam divides by the gradient's own size: float32 sums in another order show where a
-        # gradient is nearly 0. A wrong loss would move weights by the rate itself.
-        near = 0.02 * CONFIG.learning_rate
-        np.testing.assert_allclose(weights[name], value, atol=near, rtol=1e-4)
-
-
-def test_the_step_compiles_once(pair) -> None:
-    """A mesh is where shardings would change between the first step and the second."""
-    with compilations() as one:
-        run(pair, counting(14), dataclasses.replace(CONFIG, steps=1))
-    with compilations() as three:
-        run(pair, counting(14), dataclasses.replace(CONFIG, steps=3))
-    assert len(three) <= len(one)
-
-
-def test_halves_of_a_batch_add_up(pair) -> None:
-    """Fault 47, with every anchor drawn, so that the halves draw what the whole does."""
-    pair, params = pair
-    rows = jax.tree.map(lambda x: x[:4], counting(14))
-    config = ObjectiveConfig(anchors=40, gamma=4.0, anchor_group=40)
-
-    @jax.jit
-    def sums(rows: PackedRows) -> Metrics:
-        draft, target = pair.draft.bind(params.draft), pair.target.bind(params.target)
-        features = target_features(target, rows, pair.taps)
-        return objective(draft, target, rows, features, jax.random.key(0), config)
-
-    whole = sums(rows)
-    halves = [sums(jax.tree.map(lambda x, at=at: x[at], rows)) for at in (slice(2), slice(2, 4))]
-    for name in Metrics._fields:
-        added = sum(np.asarray(getattr(half, name)) for half in halves)
-        np.testing.assert_allclose(added, getattr(whole, name), rtol=1e-5)
-
-
-def test_masters_stay_float32_while_the_draft_computes_in_bfloat16(pair) -> None:
-    """Steps of 1e-5 vanish in bfloat16 weights of about 0.2, and add up in float32."""
-    pair32, params = pair
-    narrow = Pair.of(
-        pair32.target_config, pair32.draft_config, pair32.sharding, jnp.dtype(jnp.bfloat16)
-    )
-    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    config = dataclasses.replace(CONFIG, learning_rate=1e-5, warmup=0.0, steps=3)
-    trained = train(narrow, low.target, low.draft, counting(14), config, report=silent)
-    assert {value.dtype for value in trained.values()} == {jnp.dtype(jnp.float32)}
-    name = "layers.0.mlp.up_proj.kernel"
-    moved = np.abs(np.asarray(trained[name]) - np.asarray(low.draft[name], np.float32))
-    assert 1e-6 < np.median(moved) < 4e-5
+def test_epochs_are_steps() -> None:
+    config = dataclasses.replace(CONFIG, steps=None, epochs=1.5)
+    assert config.total_steps(10) == 4

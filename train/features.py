@@ -7,6 +7,7 @@ One file a packed row, so that rows are read in any order.
 
 import json
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -129,9 +130,9 @@ def _write(path: Path, values: np.ndarray) -> None:
 def _read(path: Path) -> np.ndarray:
     """Raises DataError naming a file that is no features."""
     try:
-        with np.load(path) as stored:
+        with path.open("rb") as file, np.load(file) as stored:
             return stored["bits"].view(jnp.dtype(str(stored["dtype"])))
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} holds no features: {error}") from error
 
 
