@@ -6,6 +6,7 @@ parser and ``build`` turns what was parsed back into the dataclass.
 
 import argparse
 import dataclasses
+import json
 from typing import Any, TypeVar, get_args
 
 ArgsT = TypeVar("ArgsT")
@@ -13,7 +14,7 @@ ArgsT = TypeVar("ArgsT")
 
 def flag(help: str, *names: str, default: Any = None, type: Any = str, **options: Any) -> Any:
     """A dataclass field that is a flag. ``type`` bool: a switch; ``repeated``: a tuple of what
-    every use of the flag gave. Other options are argparse's."""
+    every use of the flag gave (all of its values, where it takes several). Other options are argparse's."""
     argument = {"help": help, "names": names, "type": type, **options}
     return dataclasses.field(default=default, metadata=argument)
 
@@ -33,6 +34,17 @@ def integers(text: str) -> tuple[int, ...]:
         ) from None
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Raises ArgumentTypeError saying what is wrong."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    return value
+
+
 class _Once(argparse.Action):
     """Aliases may repeat a value, not contradict it."""
 
@@ -46,8 +58,12 @@ class _Once(argparse.Action):
 
 
 class _Repeated(argparse.Action):
+    """The first use takes the place of the default, the others add to it."""
+
     def __call__(self, parser, namespace, values, option_string=None):
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))
+        given = getattr(namespace, self.dest)
+        before = () if given is self.default else given
+        setattr(namespace, self.dest, (*before, *(values if self.nargs else (values,))))
 
 
 def add_flags(parser: argparse.ArgumentParser, args_class: type) -> None:

@@ -13,7 +13,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, overload
@@ -37,7 +37,7 @@ from dflash_jax.resolve import ResolveError, resolve
 from dflash_jax.sharding import Sharding, make_mesh
 from dflash_jax.statistics import DecodeStatistics
 from dflash_jax.text import TextStream
-from dflash_jax.tokenizer import PreTrainedTokenizerFast, load_tokenizer
+from dflash_jax.tokenizer import PreTrainedTokenizerFast, encode_chat, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +116,14 @@ class LLM:
             params = PairParams(params.target, {})
         return LLM(Engine(pair, params, config), self.tokenizer, self.name, self.defaults)
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt: text as it is, messages through the chat template."""
+    def encode(
+        self, prompt: Prompt, template_variables: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """Token ids of a prompt: text as it is, messages through the chat template.
+
+        ``template_variables``: what the template reads beside the messages, such as
+        {"enable_thinking": False}. Raises ValueError, with the template's own complaint.
+        """
         if not isinstance(prompt, str) and all(isinstance(i, Integral) for i in prompt):
             return tuple(int(i) for i in cast(Sequence[int], prompt))
         if self.tokenizer is None:
@@ -128,11 +134,8 @@ class LLM:
             return tuple(self.tokenizer(prompt)["input_ids"])
         if self.tokenizer.chat_template is None:
             raise ValueError(f"{self.name} has no chat template; give the prompt as text or ids")
-        messages = list(cast(Sequence[dict[str, str]], prompt))
-        encoded = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True
-        )
-        return tuple(cast(dict[str, list[int]], encoded)["input_ids"])
+        messages = cast(Sequence[dict[str, str]], prompt)
+        return encode_chat(self.tokenizer, messages, template_variables or {})
 
     @overload
     def generate(  # pyright: ignore[reportOverlappingOverload]  (a str is a sequence of str)

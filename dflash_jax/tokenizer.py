@@ -4,10 +4,13 @@ transformers is first imported here, and everything else takes its tokenizer cla
 import it warns that PyTorch, of which we have no use, is not installed.
 """
 
+import inspect
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import jinja2
 from gguf import TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -23,7 +26,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 
 logging.getLogger("transformers").removeFilter(_not_about_torch)
 
-__all__ = ["PreTrainedTokenizerFast", "TokenizerError", "load_tokenizer"]
+__all__ = [
+    "RESERVED_FOR_TEMPLATE",
+    "PreTrainedTokenizerFast",
+    "TokenizerError",
+    "encode_chat",
+    "load_tokenizer",
+]
+
+RESERVED_FOR_TEMPLATE = frozenset(
+    inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
+)
+"""Names that transformers takes for itself: no variable of a chat template can have them."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -56,6 +70,30 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast | None:
             f"{path}: {type(tokenizer).__name__} is slow; accepted: tokenizer.json"
         )
     return tokenizer
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[Mapping[str, str]],
+    variables: Mapping[str, Any],
+) -> tuple[int, ...]:
+    """Token ids of a conversation as the chat template writes it, up to where an answer begins.
+
+    ``variables``: what the template reads beside the messages. Raises ValueError on names that
+    are not its to have, and with the template's own complaint.
+    """
+    if taken := RESERVED_FOR_TEMPLATE & variables.keys():
+        raise ValueError(f"{min(taken)!r} cannot be a variable of a chat template")
+    try:
+        encoded = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=True,
+            return_dict=True,
+            **variables,
+        )
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
+    return tuple(cast(dict[str, list[int]], encoded)["input_ids"])
 
 
 def _from_gguf(file: GGUFFile) -> PreTrainedTokenizerFast:

@@ -68,6 +68,12 @@ def test_chats_go_through_the_template(llm: LLM) -> None:
     assert llm.tokenizer is not None
     rendered = "<s>user: hat\nassistant:"
     assert llm.encode(chat) == tuple(llm.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    loud = llm.encode(chat, {"loud": True})
+    assert llm.tokenizer.decode(loud).endswith("LOUD assistant:")
+    with pytest.raises(ValueError, match="'tokenize' cannot be a variable of a chat template"):
+        llm.encode(chat, {"tokenize": False})
+    with pytest.raises(ValueError, match="refuses these messages: no tools"):
+        llm.encode([{"role": "tool", "content": "3"}])
 
 
 def test_what_needs_a_tokenizer_or_a_template_says_so(llm: LLM) -> None:

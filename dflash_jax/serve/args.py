@@ -5,14 +5,13 @@ A flag is written once, with every name that users of vLLM and SGLang know it by
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from dflash_jax.compilation_cache import default_compilation_cache_dir
 from dflash_jax.engine import EngineConfig
-from dflash_jax.flags import add_flags, build, choices, first_name, flag
+from dflash_jax.flags import add_flags, build, choices, first_name, flag, json_object
 from dflash_jax.speculative import DraftSampling
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -22,12 +21,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 def _speculative_config(text: str) -> dict[str, Any]:
     """vLLM's JSON object. Raises ArgumentTypeError naming the key and what is accepted."""
     kinds = {"method": str, "model": str, "num_speculative_tokens": int}
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    config = json_object(text)
     for key, value in config.items():
         if key not in kinds:
             raise argparse.ArgumentTypeError(f"unknown key {key!r}; accepted: {', '.join(kinds)}")

@@ -4,7 +4,6 @@
 truncation and padding settings into the shared backend, so the server must not use it.
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +11,7 @@ import jinja2
 
 from dflash_jax.serve.errors import ApiError
 from dflash_jax.serve.protocol import Message
-from dflash_jax.tokenizer import PreTrainedTokenizerFast
-
-RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
+from dflash_jax.tokenizer import RESERVED_FOR_TEMPLATE, PreTrainedTokenizerFast
 
 
 def encode(
@@ -44,7 +41,7 @@ def render_chat(
             400, "the model has no chat template; use /v1/completions or start with --chat-template"
         )
     kwargs = kwargs or {}
-    reserved = next((name for name in kwargs if name in RESERVED), None)
+    reserved = next((name for name in kwargs if name in RESERVED_FOR_TEMPLATE), None)
     if reserved is not None:
         raise ApiError(
             400, f"chat_template_kwargs: {reserved!r} is not the template's to have",
