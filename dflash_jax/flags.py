@@ -14,7 +14,8 @@ ArgsT = TypeVar("ArgsT")
 
 def flag(help: str, *names: str, default: Any = None, type: Any = str, **options: Any) -> Any:
     """A dataclass field that is a flag. ``type`` bool: a switch; ``repeated``: a tuple of what
-    every use of the flag gave (all of its values, where it takes several). Other options are argparse's."""
+    every use of the flag gave (all its values, where it takes several). Other options are
+    argparse's."""
     argument = {"help": help, "names": names, "type": type, **options}
     return dataclasses.field(default=default, metadata=argument)
 

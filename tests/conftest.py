@@ -1,7 +1,7 @@
 """Numerics as strict as JAX can be asked for, on four CPU devices, compiled once."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +31,17 @@ def pytest_configure(config: pytest.Config) -> None:
     cache = config.cache.mkdir("jax_compilation") if config.cache else None
     jax.config.update("jax_compilation_cache_dir", str(cache) if cache else None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@pytest.fixture
+def compilation_cache(tmp_path: Path) -> Iterator[list[str]]:
+    """The flags by which a command keeps the suite's own compilation cache, which is in force again
+    afterwards: commands change the whole process's."""
+    before = jax.config.jax_compilation_cache_dir
+    least = jax.config.jax_persistent_cache_min_compile_time_secs
+    yield ["--compilation-cache-dir", before or str(tmp_path)]
+    jax.config.update("jax_compilation_cache_dir", before)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
 class LoadGolden(Protocol):

@@ -4,10 +4,8 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import pytest
 from safetensors.numpy import load_file
 from tiny_model import write_model
@@ -39,13 +37,8 @@ def golden(name: str, case: int) -> tuple[list[str], list[int], list[int]]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[list[str]]:
-    """The suite's own compilation cache stays in force, as main() changes the whole process's."""
-    before = jax.config.jax_compilation_cache_dir
-    least = jax.config.jax_persistent_cache_min_compile_time_secs
-    yield ["--compilation-cache-dir", before or str(tmp_path)]
-    jax.config.update("jax_compilation_cache_dir", before)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+def cache(compilation_cache: list[str]) -> list[str]:
+    return compilation_cache
 
 
 @pytest.fixture(scope="module")

@@ -77,10 +77,10 @@ def test_a_whole_run_makes_a_draft_that_serves(tiny: str, tmp_path: Path) -> Non
     assert len({answer["id"] for answer in answers}) == len(answers) >= 4
     log = [json.loads(line) for line in (work / "train.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log] == [10, 20] and log[1]["loss"] < log[0]["loss"]
-    results = json.loads((work / "evaluation.json").read_text())
+    results = json.loads((work / "evaluation.json").read_text())["results"]
     settings = [(r["block_size"], r["draft_sampling"], r["temperature"]) for r in results]
     assert settings == [(4, "argmax", 0.0), (4, "argmax", 1.0), (2, "argmax", 0.0)]
-    assert all(r["prompts"] == 2 and r["raw_tau"] >= 0.9 for r in results)
+    assert all(r["questions"] == 2 and r["raw_tau"] >= 0.9 for r in results)
 
     drafted = dflash_jax.load(target, work / "draft", engine=ENGINE)
     plain = dflash_jax.load(target, engine=ENGINE)

@@ -7,10 +7,10 @@ evaluate    real decoding on the evaluation prompts  -> WORK/evaluation.json
 
 import argparse
 import dataclasses
-import itertools
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,15 +23,17 @@ from dflash_jax.config_keys import ConfigError
 from dflash_jax.decoder import Pair
 from dflash_jax.embedded import EmbeddedModelError
 from dflash_jax.generate import LLM
-from dflash_jax.request import SamplingParams
 from dflash_jax.resolve import ResolveError
 from dflash_jax.speculative import DraftSampling
 from dflash_jax.tokenizer import TokenizerError
-from train.evaluate import evaluate
+from train.answers import skipped_path
+from train.cli import commands
+from train.evaluate import EvaluationFile, Setting, evaluate_settings, one_line
 from train.initial import draft_from_target, random_draft
 from train.loop import TrainingDiverged, train
 from train.packing import pack
 from train.prompts import Prompt, clean_self_written, drop_contaminated, wording
+from train.questions import Question
 from train.recipes import RECIPES, Recipe
 from train.regenerate import regenerate, self_written_prompts
 from train.samples import DataError, read_samples
@@ -59,6 +61,9 @@ EXPECTED = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Exits with 2 and one line that says why, where the run cannot be done."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in commands.COMMANDS:
+        sys.exit(commands.main(arguments[0], arguments[1:]))
     parser = _parser()
     options = parser.parse_args(arguments)
     recipe = RECIPES[options.recipe]
@@ -163,17 +168,19 @@ def _regenerate(
         prompts = [*prompts, *own]
     out = options.work / ANSWERS
     partial = out.with_suffix(".partial")  # a stage that dies leaves the last whole answers alone
-    partial.unlink(missing_ok=True)
+    for stale in (partial, skipped_path(partial)):
+        stale.unlink(missing_ok=True)
     # A budget that ends early cuts all sources.
     prompts = random.Random(recipe.loop.seed).sample(prompts, len(prompts))
     kinds = len(recipe.answers)
     for number, sampling in enumerate(recipe.answers):
         left = options.seconds - (time.perf_counter() - started)
-        share = prompts[number::kinds]
+        share = [Question.of_text(**vars(prompt)) for prompt in prompts[number::kinds]]
         budget = left / (kinds - number)
         written = regenerate(llm, share, partial, sampling=sampling, seconds=budget)
-        print(f"answers at T = {sampling.temperature}: {written} tokens")
+        print(f"answers at T = {sampling.temperature}: {written}")
     partial.replace(out)
+    skipped_path(partial).replace(skipped_path(out))
     print(f"wrote {out}")
 
 
@@ -208,35 +215,20 @@ def _train(recipe: Recipe, options: argparse.Namespace) -> None:
 
 
 def _evaluate(recipe: Recipe, options: argparse.Namespace, held_out: list[Prompt]) -> None:
-    by_source: dict[str, list[str]] = {}
-    for prompt in held_out:
-        by_source.setdefault(prompt.source, []).append(prompt.text)
+    questions = [Question.of_text(**vars(prompt)) for prompt in held_out]
     llm = _load(recipe, options, draft=options.work / DRAFT, engine=recipe.evaluation)
-    results = []
-    for fraction, draft_sampling, temperatures in EVALUATED:
-        block_size = max(recipe.block_size // fraction, 2)
-        engine = dataclasses.replace(
-            recipe.evaluation, block_size=block_size, draft_sampling=draft_sampling
-        )
-        llm = llm.with_engine(engine)
-        for temperature, (source, texts) in itertools.product(temperatures, by_source.items()):
-            sampling = SamplingParams(
-                temperature=temperature, max_new_tokens=options.max_new_tokens
-            )
-            result = evaluate(llm, texts, sampling)
-            settings = {
-                "source": source,
-                "block_size": block_size,
-                "temperature": temperature,
-                "draft_sampling": draft_sampling,
-            }
-            results.append({**settings, **result.json()})
-            (options.work / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n")
-            print(
-                f"b {block_size} T {temperature} {draft_sampling} {source}: tau {result.tau:.3f} "
-                f"(raw {result.raw_tau:.3f}, {result.looping:.0%} looping)",
-                flush=True,
-            )
+    settings = [
+        Setting(max(recipe.block_size // fraction, 2), temperature, draft_sampling)
+        for fraction, draft_sampling, temperatures in EVALUATED
+        for temperature in temperatures
+    ]
+    shared = {"target": llm.name, "draft": DRAFT, "max_new_tokens": options.max_new_tokens}
+    file = EvaluationFile(options.work / "evaluation.json", shared)
+    for result in evaluate_settings(
+        llm, questions, settings, recipe.evaluation, max_new_tokens=options.max_new_tokens
+    ):
+        file.add(result)
+        print(one_line(result), flush=True)
 
 
 if __name__ == "__main__":

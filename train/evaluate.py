@@ -1,49 +1,81 @@
-"""Real decoding on held-out prompts: tau, with looping answers counted up to their loop."""
+"""Real decoding on held-out questions: tau, with looping answers counted up to their loop."""
 
 import dataclasses
+import itertools
+import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from dflash_jax.cli.info import devices, versions
+from dflash_jax.decoder import PairParams
+from dflash_jax.engine import Engine, EngineConfig
 from dflash_jax.generate import LLM
 from dflash_jax.request import Request, SamplingParams
+from dflash_jax.speculative import DraftSampling
 from dflash_jax.statistics import cut_cycles, loop_start
+from train.initial import random_draft
+from train.questions import Question
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """``tau``: emitted tokens per cycle, looping answers counted up to the start of their loop
     (docs/dflash.md, section 6); ``raw_tau`` beside it counts all. Means over cycles, not over
-    prompts. ``acceptance[k]``: share of cycles that accepted more than k drafts."""
+    questions. ``looping``: share of answers that loop.
 
-    prompts: int
+    Of the cycles before loops: ``histogram`` counts them by the tokens that they committed;
+    ``acceptance[k]`` is the share that accepted the draft of in-block position k + 1, and
+    ``reached_acceptance[k]`` the same among those that had accepted all drafts before it (None
+    where none had). ``tokens`` are all that were emitted; ``seconds`` are wall clock."""
+
+    questions: int
     tau: float
     raw_tau: float
     looping: float
     acceptance: list[float]
-    seconds: float
+    reached_acceptance: list[float | None]
+    histogram: dict[int, int]
     tokens: int
+    seconds: float
+    tokens_per_second: float
 
     def json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
-def evaluate(llm: LLM, prompts: Sequence[str], sampling: SamplingParams) -> Evaluation:
-    """Decode every prompt as a single user turn. Each gets its own seed where T > 0.
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How answers are decoded. ``block_size`` 1 is plain decoding, without a draft."""
 
-    Raises ValueError on a prompt that does not fit.
+    block_size: int
+    temperature: float
+    draft_sampling: DraftSampling
+
+
+def evaluate(
+    llm: LLM,
+    questions: Sequence[Question],
+    sampling: SamplingParams,
+    template_variables: Mapping[str, Any] | None = None,
+) -> Evaluation:
+    """Answer every question, each with a seed of its own where T > 0.
+
+    Compilation counts into the seconds: call ``llm.engine.warm_up()`` before. Raises ValueError
+    on a question that does not fit.
     """
     engine = llm.engine
     started = time.perf_counter()
     outputs: dict[str, list[int]] = {}
     cycles: dict[str, list[int]] = {}
     try:
-        for i, text in enumerate(prompts):
-            ids = llm.encode([{"role": "user", "content": text}])
-            request_id = f"evaluate-{i}"
-            engine.add(Request(request_id, ids, dataclasses.replace(sampling, seed=i)))
-            outputs[request_id], cycles[request_id] = [], []
+        for question in questions:
+            ids = llm.encode(question.messages, template_variables)
+            seeded = dataclasses.replace(sampling, seed=question.seed(sampling.seed or 0))
+            engine.add(Request(question.id, ids, seeded))
+            outputs[question.id], cycles[question.id] = [], []
         for update in engine.run():
             outputs[update.request_id] += update.tokens
             if update.committed is not None:
@@ -51,10 +83,17 @@ def evaluate(llm: LLM, prompts: Sequence[str], sampling: SamplingParams) -> Eval
     finally:
         for request_id in outputs:
             engine.abort(request_id)
-    seconds = time.perf_counter() - started
+    return _summary(outputs, cycles, engine.block_size, time.perf_counter() - started)
 
+
+def _summary(
+    outputs: Mapping[str, list[int]],
+    cycles: Mapping[str, list[int]],
+    block_size: int,
+    seconds: float,
+) -> Evaluation:
     emitted = raw_emitted = count = raw_count = looping = 0
-    accepted: Counter[int] = Counter()
+    histogram: Counter[int] = Counter()
     for request_id, output in outputs.items():
         from_cycles = len(output) - 1  # the first token is prefill's
         raw_emitted += from_cycles
@@ -65,15 +104,104 @@ def evaluate(llm: LLM, prompts: Sequence[str], sampling: SamplingParams) -> Eval
         tokens, used = cut_cycles(cycles[request_id], until) if until else (0, 0)
         emitted += tokens
         count += used
-        accepted.update(cycles[request_id][:used])
-    block = max(accepted, default=1)
-    above = [sum(n for c, n in accepted.items() if c > k + 1) for k in range(block - 1)]
+        histogram.update(cycles[request_id][:used])
+    # above[k]: cycles that committed more than k tokens, so accepted k drafts at least
+    above = [sum(n for c, n in histogram.items() if c > k) for k in range(block_size)]
+    total = sum(map(len, outputs.values()))
     return Evaluation(
-        prompts=len(prompts),
+        questions=len(outputs),
         tau=emitted / max(count, 1),
         raw_tau=raw_emitted / max(raw_count, 1),
-        looping=looping / max(len(prompts), 1),
-        acceptance=[n / max(count, 1) for n in above],
+        looping=looping / max(len(outputs), 1),
+        acceptance=[n / max(count, 1) for n in above[1:]],
+        reached_acceptance=[n / m if m else None for m, n in itertools.pairwise(above)],
+        histogram=dict(sorted(histogram.items())),
+        tokens=total,
         seconds=seconds,
-        tokens=sum(map(len, outputs.values())),
+        tokens_per_second=total / seconds,
+    )
+
+
+def settings_of(
+    block_sizes: Sequence[int],
+    temperatures: Sequence[float],
+    draft_samplings: Sequence[DraftSampling],
+) -> Iterator[Setting]:
+    """Every combination that decodes differently, one engine's beside each other: ways of drafting
+    differ at T > 0 alone, and not without a draft."""
+    for number, draft_sampling in enumerate(draft_samplings):
+        for block_size, temperature in itertools.product(block_sizes, temperatures):
+            if number == 0 or (temperature > 0 and block_size > 1):
+                yield Setting(block_size, temperature, draft_sampling)
+
+
+def evaluate_settings(
+    llm: LLM,
+    questions: Sequence[Question],
+    settings: Sequence[Setting],
+    engine: EngineConfig,
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    template_variables: Mapping[str, Any] | None = None,
+    label: str = "trained",
+) -> Iterator[dict[str, Any]]:
+    """One JSON object a setting and source: the setting, ``label``, and an Evaluation's fields.
+
+    Every engine (``engine`` with a setting's block size and way of drafting) is warmed up first.
+    """
+    by_source: dict[str, list[Question]] = {}
+    for question in questions:
+        by_source.setdefault(question.source, []).append(question)
+    engines = itertools.groupby(settings, key=lambda s: (s.block_size, s.draft_sampling))
+
+    def measured(config: EngineConfig, group: Iterator[Setting]) -> Iterator[dict[str, Any]]:
+        """A frame of its own: one engine's KV pools are freed before the next one's are made."""
+        decoding = llm.with_engine(config)
+        decoding.engine.warm_up()
+        for setting, (source, asked) in itertools.product(group, by_source.items()):
+            sampling = SamplingParams(
+                temperature=setting.temperature, seed=seed, max_new_tokens=max_new_tokens
+            )
+            result = evaluate(decoding, asked, sampling, template_variables)
+            about = {"label": label, "source": source, **dataclasses.asdict(setting)}
+            yield {**about, **result.json()}
+
+    for (block_size, draft_sampling), group in engines:
+        config = dataclasses.replace(engine, block_size=block_size, draft_sampling=draft_sampling)
+        yield from measured(config, group)
+
+
+def untrained(llm: LLM, seed: int) -> LLM:
+    """The same pair with a draft of random weights: the baseline."""
+    target = llm.engine.params.target
+    params = PairParams(target, random_draft(llm.pair, target, seed))
+    return LLM(Engine(llm.pair, params, llm.engine.config), llm.tokenizer, llm.name, llm.defaults)
+
+
+class EvaluationFile:
+    """evaluation.json: {"settings": ..., "results": [...]}, whole after every result."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]):
+        """``settings``: what all results share; devices and versions are added."""
+        self._path = path
+        self._content: dict[str, Any] = {
+            "settings": {**settings, "devices": devices(), "versions": versions()},
+            "results": [],
+        }
+
+    def add(self, result: Mapping[str, Any]) -> None:
+        self._content["results"].append(result)
+        unfinished = self._path.with_suffix(".partial")
+        unfinished.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(self._path)
+
+
+def one_line(result: Mapping[str, Any]) -> str:
+    """A result for a reader who watches."""
+    return (
+        f"{result['label']} b {result['block_size']} T {result['temperature']} "
+        f"{result['draft_sampling']} {result['source']}: tau {result['tau']:.3f} "
+        f"(raw {result['raw_tau']:.3f}, {result['looping']:.0%} looping), "
+        f"{result['tokens_per_second']:.0f} tok/s"
     )

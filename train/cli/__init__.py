@@ -1,0 +1,1 @@
+"""The commands beside the recipes: regenerate, evaluate, report."""

@@ -1,0 +1,111 @@
+"""What the target is asked: conversations that end where an answer is wanted, read from files."""
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from train.conversations import Message, messages_of, text_of
+from train.samples import DataError
+
+ANSWERED = ("user", "tool")
+"""Roles whose turn an assistant answers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A conversation up to the turn that is to be answered. ``source``: what it was made from."""
+
+    id: str
+    source: str
+    messages: Sequence[Message]
+
+    @classmethod
+    def of_text(cls, id: str, source: str, text: str) -> "Question":
+        """A single user turn."""
+        return cls(id, source, [{"role": "user", "content": text}])
+
+    def seed(self, base: int) -> int:
+        """This question's own seed, whatever else is asked beside it: in one piece, in shards and
+        resumed, a run draws the same."""
+        digest = hashlib.blake2b(f"{base}/{self.id}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big")
+
+
+def read_questions(
+    files: Sequence[Path], *, max_bad_share: float = 0.01, report: Callable[[str], None] = print
+) -> list[Question]:
+    """The questions of JSONL files (.gz too), in order, ids unique over all of them.
+
+    A line is {"id", "text"} or {"id", "conversations" or "messages"}, whose last turn is dropped
+    where it is the assistant's: it will be rewritten. "source" is the file's name where a line has
+    none. Malformed lines are named, counted and skipped; DataError on more than ``max_bad_share``
+    of them all, on a file that cannot be read, and where no question is left.
+    """
+    questions: list[Question] = []
+    places: dict[str, str] = {}
+    bad: list[str] = []
+    for file in files:
+        for number, line in _lines(file):
+            place = f"{file}:{number}"
+            try:
+                question = _question(line, source=file.name.partition(".")[0])
+                if question.id in places:
+                    raise ValueError(f"id {question.id!r} was given at {places[question.id]}")
+            except ValueError as error:
+                bad.append(f"{place}: {error}")
+                continue
+            places[question.id] = place
+            questions.append(question)
+    total = len(questions) + len(bad)
+    if len(bad) > max_bad_share * total:
+        first = "\n  ".join(bad[:10])
+        raise DataError(f"{len(bad)} of {total} lines are malformed, such as\n  {first}")
+    for fault in bad:
+        report(f"skipped {fault}")
+    if not questions:
+        raise DataError(f"no question in {', '.join(map(str, files))}")
+    return questions
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines of bytes, empty ones left out: a bad byte spoils its own line alone, and text
+    lines would also end at U+2028."""
+    if not file.is_file():
+        raise DataError(f"{file} is no file")
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, line
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+
+
+def _question(line: bytes, *, source: str) -> Question:
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError(f"expected an object, got {type(record).__name__}")
+    id = text_of(_value(record, "id"), "id")
+    source = text_of(record.get("source", source), "source")
+    if "text" in record:
+        return Question.of_text(id, source, text_of(record["text"], "text"))
+    if not {"conversations", "messages"} & record.keys():
+        raise ValueError("has none of text, conversations and messages")
+    messages = messages_of(record)
+    if messages[-1]["role"] == "assistant":
+        del messages[-1]
+    if not messages or messages[-1]["role"] not in ANSWERED:
+        last = f"ends with a turn of {messages[-1]['role']}" if messages else "has no other turn"
+        raise ValueError(f"nothing to answer: without its answer the conversation {last}")
+    return Question(id, source, messages)
+
+
+def _value(record: Mapping[str, Any], key: str) -> Any:
+    if key not in record:
+        raise ValueError(f"has no {key}")
+    return record[key]
