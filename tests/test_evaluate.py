@@ -27,7 +27,7 @@ from train.questions import Question
 TEXTS = ["the cat", "and the hat", "hat cat the and", "x"]
 QUESTIONS = [Question.of_text(f"q{i}", f"source{i % 2}", text) for i, text in enumerate(TEXTS)]
 ENGINE = EngineConfig(
-    max_num_seqs=2, max_model_len=96, prefill_tokens=32, batch_buckets=(2,), seed=0
+    max_num_seqs=2, max_model_len=96, prefill_tokens=512, batch_buckets=(2,), seed=0
 )
 
 
@@ -142,8 +142,8 @@ def command(model: tuple[Path, Path], tmp_path: Path, compilation_cache: list[st
     lines = [{"id": f"q{i}", "source": f"source{i % 2}", "text": "cat"} for i in range(4)]
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
     own = {"--target": model[0], "--draft": model[1], "--evaluation": questions}
-    # One sequence and one prefill shape: all else is compiled too.
-    own |= {"--dtype": "float32", "--batch": 1, "--max-model-len": 32, "--max-new-tokens": 8}
+    # The shapes of ENGINE, which are compiled already.
+    own |= {"--dtype": "float32", "--batch": 2, "--max-model-len": 96, "--max-new-tokens": 8}
 
     def run(flags: dict[str, object], *switches: str) -> tuple[object, str, str]:
         given = {k: v for k, v in (own | flags).items() if v is not None}

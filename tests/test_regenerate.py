@@ -23,7 +23,7 @@ QUESTIONS = [Question.of_text(f"p{i}", f"source{i % 2}", text) for i, text in en
 ENGINE = EngineConfig(
     max_num_seqs=4,
     max_model_len=96,
-    prefill_tokens=32,
+    prefill_tokens=512,
     speculation=False,
     batch_buckets=(4,),
     seed=0,
@@ -135,7 +135,10 @@ def test_resumed_and_sharded_runs_write_what_one_run_writes(llm: LLM, tmp_path: 
 def test_speculation_writes_the_same_answers(
     model: tuple[Path, Path], llm: LLM, tmp_path: Path
 ) -> None:
-    drafted = dflash_jax.load(*model, engine=dataclasses.replace(ENGINE, speculation=True))
+    engine = EngineConfig(  # of test_evaluate.py: these programs are compiled once
+        max_num_seqs=2, max_model_len=96, prefill_tokens=512, batch_buckets=(2,), block_size=4
+    )
+    drafted = dflash_jax.load(*model, engine=engine)
     for name, engine in {"plain": llm, "drafted": drafted}.items():
         regenerate(engine, QUESTIONS, tmp_path / name, sampling=SAMPLING)
     assert records(tmp_path / "drafted") == records(tmp_path / "plain")

@@ -10,10 +10,11 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 Record = Mapping[str, Any]
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be read, searched and copied
     "svg.hashsalt": "dflash_jax",  # the same numbers give the same page
     "font.family": "sans-serif",
@@ -40,6 +41,7 @@ def training(steps: Sequence[Record], held_out: Sequence[Record]) -> str:
             if held_out:
                 panel.plot(*_curve(held_out, key), "o-", color=COLOURS[1], label="held out")
             panel.set(title=title, xlabel="step")
+            _whole(panel)
             panel.legend()
         return _svg(figure, "training")
 
@@ -50,7 +52,8 @@ def accuracy(curves: Mapping[str, Sequence[float]]) -> str:
         figure, (panel,) = _panels(1)
         for (name, values), colour in zip(curves.items(), itertools.cycle(COLOURS)):
             panel.plot(range(1, len(values) + 1), values, "o-", color=colour, label=name)
-        panel.set(title="accuracy by position", xlabel="in-block position", ylim=(0, 1))
+        panel.set(title="accuracy by position", xlabel="in-block position", ylim=(0, 1.02))
+        _whole(panel)
         panel.legend()
         return _svg(figure, "accuracy")
 
@@ -63,7 +66,8 @@ def tau(results: Sequence[Record]) -> str:
         figure, panels = _panels(len(groups))
         for panel, (key, group) in zip(panels, groups.items(), strict=True):
             _tau_bars(panel, group)
-            panel.set(title=_decoding(key), ylabel="tau", ylim=(0, None))
+            panel.set(title=_decoding(key), ylabel="tau", ylim=(0, 1.2 * panel.get_ylim()[1]))
+            panel.legend(loc="upper center", ncols=4)  # above the bars
         return _svg(figure, "tau")
 
 
@@ -85,7 +89,6 @@ def _tau_bars(panel: Axes, group: Sequence[Record]) -> None:
         panel.hlines([r["tau"] for r in untrained], *ends, color="black", lw=2)
     panel.set_xticks(range(len(sources)), sources, rotation=20, ha="right")
     panel.grid(axis="x", visible=False)
-    panel.legend()
 
 
 def histogram(results: Sequence[Record]) -> str:
@@ -100,8 +103,9 @@ def histogram(results: Sequence[Record]) -> str:
                 cycles = max(sum(counts.values()), 1)
                 x = range(1, size[0] + 1)
                 shares = [counts[tokens] / cycles for tokens in x]
-                panel.step(x, shares, where="mid", color=colour, label=f"b = {size[0]}")
+                panel.plot(x, shares, "o-", ms=3, color=colour, label=f"b = {size[0]}")
             panel.set(title=_decoding(key), xlabel="tokens of a cycle", ylabel="share of cycles")
+            _whole(panel)
             panel.legend()
         return _svg(figure, "histogram")
 
@@ -122,7 +126,8 @@ def acceptance(results: Sequence[Record]) -> str:
                 panel.plot(x, shares, "o-", ms=3, color=colour, label=f"b = {size[0]}")
                 reached = [n / m if m else float("nan") for m, n in itertools.pairwise(above)]
                 panel.plot(x, reached, "--", color=colour)
-            panel.set(title=_decoding(key), xlabel="in-block position", ylim=(0, 1))
+            panel.set(title=_decoding(key), xlabel="in-block position", ylim=(0, 1.02))
+            _whole(panel)
             panel.legend()
         return _svg(figure, "acceptance")
 
@@ -150,6 +155,11 @@ def _decoding(key: tuple[Any, ...]) -> str:
 
 def _curve(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
     return [r["step"] for r in records], [r[key] for r in records]
+
+
+def _whole(panel: Axes) -> None:
+    """Steps and positions are integers."""
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _panels(count: int) -> tuple[Figure, list[Axes]]:

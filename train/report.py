@@ -27,8 +27,9 @@ figcaption, .note { color: #6b7280; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px;
         margin: .75rem 0; }
-th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #e5e7eb; }
-th { font-weight: 600; background: #f9fafb; } td.text, th.text { text-align: left; }
+th, td { padding: .2rem .6rem; text-align: right; vertical-align: bottom;
+         border-bottom: 1px solid #e5e7eb; }
+th { font-weight: 600; background: #f9fafb; } td.text { text-align: left; white-space: nowrap; }
 summary { cursor: pointer; color: #2563eb; }
 """
 
@@ -133,9 +134,10 @@ def _with(record: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 def render(run: Run) -> str:
     """The page."""
     sections = [f"<h1>{html.escape(run.name)}</h1>", *map(_note, run.notes)]
-    known = {k: v for k, v in reached(run).items() if k != "tau" and v is not None}
+    figures = {k.replace("_", " "): v for k, v in reached(run).items() if k != "tau"}
+    known = [[name, value] for name, value in figures.items() if value is not None]
     if known:
-        sections.append(_table(["reached", "value"], list(known.items())))
+        sections.append(_table(["reached", "value"], known))
     if run.steps:
         sections += _training(run)
     if run.evaluation is not None:

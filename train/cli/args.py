@@ -72,13 +72,14 @@ class DecodeArgs:
         return read_questions(files, max_bad_share=self.max_bad_share)
 
     def engine_config(self) -> EngineConfig:
-        """Two decode shapes, a full batch and its tail: each is a program to compile."""
+        """One decode shape, and a smaller one for the tail of a batch so large that it matters:
+        each is a program to compile."""
         rows = -(-self.batch // self.data_parallel_size)
         return EngineConfig(
             max_num_seqs=self.batch,
             max_model_len=self.max_model_len,
             prefill_tokens=max(512, 32 * self.batch),
-            batch_buckets=tuple(sorted({-(-rows // 8), rows})),
+            batch_buckets=(rows // 8, rows) if rows >= 64 else (rows,),
             speculation=self.draft is not None,
         )
 
