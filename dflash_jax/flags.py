@@ -63,7 +63,7 @@ class _Repeated(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         given = getattr(namespace, self.dest)
-        before = () if given is self.default else given
+        before = () if given is self.default or given is None else given
         setattr(namespace, self.dest, (*before, *(values if self.nargs else (values,))))
 
 
