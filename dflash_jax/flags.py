@@ -64,7 +64,7 @@ class _Repeated(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None):
         given = getattr(namespace, self.dest)
         before = () if given is self.default or given is None else given
-        setattr(namespace, self.dest, (*before, *(values if self.nargs else (values,))))
+        setattr(namespace, self.dest, (*before, *((values or ()) if self.nargs else (values,))))
 
 
 def add_flags(parser: argparse.ArgumentParser, args_class: type) -> None:

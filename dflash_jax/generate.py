@@ -59,7 +59,7 @@ _OFF_AT_ONE = frozenset(
 """Settings of generation_config.json that change nothing at 1; all others do not at 0 or empty."""
 
 DType = Literal["float32", "bfloat16"]
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages."""
 
 
@@ -134,7 +134,7 @@ class LLM:
             return tuple(self.tokenizer(prompt)["input_ids"])
         if self.tokenizer.chat_template is None:
             raise ValueError(f"{self.name} has no chat template; give the prompt as text or ids")
-        messages = cast(Sequence[dict[str, str]], prompt)
+        messages = cast(Sequence[dict[str, Any]], prompt)
         return encode_chat(self.tokenizer, messages, template_variables or {})
 
     @overload

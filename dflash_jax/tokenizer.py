@@ -74,15 +74,15 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast | None:
 
 def encode_chat(
     tokenizer: PreTrainedTokenizerFast,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
 ) -> tuple[int, ...]:
     """Token ids of a conversation as the chat template writes it, up to where an answer begins.
 
-    ``variables``: what the template reads beside the messages. Raises ValueError on names that
-    are not its to have, and with the template's own complaint.
+    ``variables``: what the template reads beside the messages, ``tools`` among them. Raises
+    ValueError on names that are not its to have, and with the template's own complaint.
     """
-    if taken := RESERVED_FOR_TEMPLATE & variables.keys():
+    if taken := (RESERVED_FOR_TEMPLATE - {"tools"}) & variables.keys():
         raise ValueError(f"{min(taken)!r} cannot be a variable of a chat template")
     try:
         encoded = tokenizer.apply_chat_template(
@@ -91,7 +91,7 @@ def encode_chat(
             return_dict=True,
             **variables,
         )
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError, KeyError) as error:  # odd keys of odd messages too
         raise ValueError(f"the chat template refuses these messages: {error}") from error
     return tuple(cast(dict[str, list[int]], encoded)["input_ids"])
 

@@ -1,7 +1,7 @@
 """Numerics as strict as JAX can be asked for, on four CPU devices, compiled once."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -42,6 +42,24 @@ def compilation_cache(tmp_path: Path) -> Iterator[list[str]]:
     yield ["--compilation-cache-dir", before or str(tmp_path)]
     jax.config.update("jax_compilation_cache_dir", before)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+
+
+@pytest.fixture
+def run_command(
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[[str, Sequence[str]], tuple[object, str, str]]:
+    """Runs a command of ``python -m train``: (exit status, stdout, stderr)."""
+    from train.cli import commands  # here: few tests need matplotlib
+
+    def run(name: str, argv: Sequence[str]) -> tuple[object, str, str]:
+        try:
+            status: object = commands.main(name, argv)
+        except SystemExit as exit:  # argparse
+            status = exit.code
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
 
 
 class LoadGolden(Protocol):

@@ -13,7 +13,6 @@ from tiny_model import write_model
 import dflash_jax
 from dflash_jax import LLM, EngineConfig, Request, SamplingParams
 from dflash_jax.statistics import loop_start
-from train.__main__ import main
 from train.evaluate import (
     EvaluationFile,
     Setting,
@@ -136,7 +135,7 @@ def test_the_file_is_whole_after_every_result(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def command(model: tuple[Path, Path], tmp_path: Path, compilation_cache: list[str], capsys):
+def command(model: tuple[Path, Path], tmp_path: Path, compilation_cache: list[str], run_command):
     """Runs ``evaluate`` with other flags; (status, stdout, stderr)."""
     questions = tmp_path / "evaluation.jsonl"
     lines = [{"id": f"q{i}", "source": f"source{i % 2}", "text": "cat"} for i in range(4)]
@@ -148,10 +147,7 @@ def command(model: tuple[Path, Path], tmp_path: Path, compilation_cache: list[st
     def run(flags: dict[str, object], *switches: str) -> tuple[object, str, str]:
         given = {k: v for k, v in (own | flags).items() if v is not None}
         argv = [str(part) for part in itertools.chain(*given.items())]
-        with pytest.raises(SystemExit) as exit:
-            main(["evaluate", *argv, *switches, *compilation_cache])
-        printed = capsys.readouterr()
-        return exit.value.code, printed.out, printed.err
+        return run_command("evaluate", [*argv, *switches, *compilation_cache])
 
     return run
 

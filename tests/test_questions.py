@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from train.samples import DataError
 from train.questions import Question, read_questions
+from train.samples import DataError
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
@@ -26,20 +26,20 @@ def test_every_form_of_a_question(tmp_path: Path) -> None:
         b"",
         {"id": "u", "text": "c"},
     )
+    system = {"role": "system", "content": "be brief"}
     share_gpt = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     chats = write(
         tmp_path / "chats.jsonl.gz",
         {"id": "x", "conversations": [USER, ANSWER]},
         {"id": "y", "source": "s", "messages": [USER, ANSWER, USER]},
-        {"id": "z", "conversations": share_gpt * 2, "system": "be brief"},
+        {"id": "z", "conversations": [system, *share_gpt * 2], "tools": [{"name": "f"}]},
     )
-    system = {"role": "system", "content": "be brief"}
     assert read_questions([plain, chats]) == [
         Question.of_text("t", "s", "a\u2028b"),
         Question.of_text("u", "plain", "c"),
         Question("x", "chats", [USER]),
         Question("y", "s", [USER, ANSWER, USER]),
-        Question("z", "chats", [system, USER, ANSWER, USER]),
+        Question("z", "chats", [system, USER, ANSWER, USER], [{"name": "f"}]),
     ]
 
 
@@ -50,13 +50,19 @@ def test_every_form_of_a_question(tmp_path: Path) -> None:
         (b'{"id": "\xff"}', "codec can't decode byte"),
         ([], "expected an object, got list"),
         ({"text": "a"}, "has no id"),
-        ({"id": 3, "text": "a"}, "id must be a string, got int"),
+        ({"id": 3, "text": "a"}, "id must be a string, got 3"),
         ({"id": "a", "source": 3, "text": "a"}, "source must be a string"),
         ({"id": "a", "source": "b"}, "has none of text, conversations and messages"),
-        ({"id": "a", "text": None}, "text must be a string, got NoneType"),
+        ({"id": "a", "text": None}, "text must be a string, got None"),
         ({"id": "a", "messages": [ANSWER]}, "the conversation has no other turn"),
         ({"id": "a", "messages": [USER, ANSWER, ANSWER]}, "ends with a turn of assistant"),
-        ({"id": "a", "messages": [{"role": "bard", "content": ""}]}, "role 'bard' is not one of"),
+        (
+            {"id": "a", "messages": [{"role": "bard", "content": ""}]},
+            "has the role 'bard'; accepted",
+        ),
+        ({"id": "a", "text": "\ud800"}, "surrogates not allowed"),
+        ({"id": "a", "messages": [USER], "system": "s"}, "make it the first of them"),
+        ({"id": "a", "messages": [USER], "tools": "t"}, "tools must be a list"),
         ({"id": "p0", "text": "again"}, "id 'p0' was given at .*good.jsonl:1"),
     ],
 )

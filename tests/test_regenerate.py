@@ -12,11 +12,10 @@ from tiny_model import write_model
 import dflash_jax
 from dflash_jax import LLM, EngineConfig, Request, SamplingParams
 from dflash_jax.statistics import loop_start
-from train.__main__ import main
 from train.answers import skipped_path
-from train.samples import read_samples
 from train.questions import Question
 from train.regenerate import Written, regenerate, run_all, self_written_prompts
+from train.samples import read_samples
 
 TEXTS = ["the cat", "and the hat", "hat cat", "x", "שלום", "the the the"]
 QUESTIONS = [Question.of_text(f"p{i}", f"source{i % 2}", text) for i, text in enumerate(TEXTS)]
@@ -190,7 +189,7 @@ def test_self_written_prompts_are_whole_turns(llm: LLM, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def command(model: tuple[Path, Path], tmp_path: Path, compilation_cache: list[str], capsys):
+def command(model: tuple[Path, Path], tmp_path: Path, compilation_cache: list[str], run_command):
     """Runs ``regenerate`` with more flags; (status, stdout, stderr)."""
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"id": q.id, "source": q.source, "text": q.messages[0]["content"]} for q in QUESTIONS]
@@ -201,10 +200,7 @@ def command(model: tuple[Path, Path], tmp_path: Path, compilation_cache: list[st
     def run(*flags: object) -> tuple[object, str, str]:
         given = own | dict(zip(flags[::2], flags[1::2], strict=True))
         argv = [*itertools.chain(*given.items()), *compilation_cache]
-        with pytest.raises(SystemExit) as exit:
-            main(["regenerate", *map(str, argv)])
-        printed = capsys.readouterr()
-        return exit.value.code, printed.out, printed.err
+        return run_command("regenerate", [*map(str, argv)])
 
     return run
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from train.__main__ import main
 from train.report import reached, read_run, write_report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -66,8 +65,7 @@ def step(number: int, loss: float, **more: Any) -> dict[str, Any]:
         "learning_rate": 1e-3,
         "seconds": 2.5 * number,
         "tokens_per_second": 123456.0,
-        **more,
-    }
+    } | more
 
 
 def result(label: str, source: str, block_size: int, temperature: float, tau: float, **more):
@@ -92,7 +90,11 @@ def result(label: str, source: str, block_size: int, temperature: float, tau: fl
     }
 
 
-STEPS = [step(10, 3.0), step(20, 2.0), step(30, 1.75)]
+STEPS = [
+    step(10, 3.0, time=1.7e9),
+    step(20, 2.0, learning_rate=None, accept_length=None, accuracy=[0.5, None, 0.125]),
+    step(30, 1.75, notes={"tau": 1}),
+]
 HELD_OUT = {"loss": 2.125, "accept_length": 1.875, "accuracy": [0.5, 0.375, 0.0625]}
 RESULTS = [
     result(label, source, b, t, tau + b / 8)
@@ -189,18 +191,12 @@ def test_steps_that_a_resumed_run_writes_again_count_once(tmp_path: Path) -> Non
     assert run.steps == [STEPS[0], again, STEPS[2]]
 
 
-def test_the_command(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def says(*argv: str) -> tuple[object, str]:
-        with pytest.raises(SystemExit) as exit:
-            main(["report", *argv])
-        printed = capsys.readouterr()
-        return exit.value.code, printed.out + printed.err
-
-    assert says("--work", str(page.parent)) == (0, f"wrote {page}\n")
+def test_the_command(page: Path, tmp_path: Path, run_command) -> None:
+    assert run_command("report", ["--work", str(page.parent)]) == (0, f"wrote {page}\n", "")
     absent = tmp_path / "absent"
     message = f"python -m train report: error: {absent} is no folder\n"
-    assert says("--work", str(absent)) == (2, message)
-    assert "required: --work" in says()[1]
+    assert run_command("report", ["--work", str(absent)]) == (2, "", message)
+    assert "required: --work" in run_command("report", [])[2]
 
 
 @pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is installed")

@@ -147,6 +147,17 @@ def test_a_target_that_is_not_there(tiny: str, tmp_path: Path, capsys) -> None:
     assert error.startswith("python -m train: error: ") and "does not exist; accepted" in error
 
 
+def test_commands_beside_the_recipes(tmp_path: Path, capsys) -> None:
+    for name in ("regenerate", "evaluate", "report"):
+        with pytest.raises(SystemExit) as exit:
+            program.main([name])
+        assert exit.value.code == 2
+        assert f"python -m train {name}: error: " in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit:
+        program.main(["report", "--work", str(tmp_path)])
+    assert exit.value.code == 0 and (tmp_path / "report.html").is_file()
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [

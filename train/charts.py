@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -46,12 +47,13 @@ def training(steps: Sequence[Record], held_out: Sequence[Record]) -> str:
         return _svg(figure, "training")
 
 
-def accuracy(curves: Mapping[str, Sequence[float]]) -> str:
+def accuracy(curves: Mapping[str, Sequence[float | None]]) -> str:
     """Accuracy by in-block position, a curve a name."""
     with matplotlib.rc_context(STYLE):
         figure, (panel,) = _panels(1)
         for (name, values), colour in zip(curves.items(), itertools.cycle(COLOURS)):
-            panel.plot(range(1, len(values) + 1), values, "o-", color=colour, label=name)
+            x, y = range(1, len(values) + 1), [number(value) for value in values]
+            panel.plot(x, y, "o-", color=colour, label=name)
         panel.set(title="accuracy by position", xlabel="in-block position", ylim=(0, 1.02))
         _whole(panel)
         panel.legend()
@@ -124,7 +126,7 @@ def acceptance(results: Sequence[Record]) -> str:
                 x = range(1, size[0])
                 shares = [n / max(above[0], 1) for n in above[1:]]
                 panel.plot(x, shares, "o-", ms=3, color=colour, label=f"b = {size[0]}")
-                reached = [n / m if m else float("nan") for m, n in itertools.pairwise(above)]
+                reached = [n / m if m else math.nan for m, n in itertools.pairwise(above)]
                 panel.plot(x, reached, "--", color=colour)
             panel.set(title=_decoding(key), xlabel="in-block position", ylim=(0, 1.02))
             _whole(panel)
@@ -154,7 +156,12 @@ def _decoding(key: tuple[Any, ...]) -> str:
 
 
 def _curve(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
-    return [r["step"] for r in records], [r[key] for r in records]
+    return [r["step"] for r in records], [number(r[key]) for r in records]
+
+
+def number(value: float | None) -> float:
+    """What was not finite is null in the log; a curve has a gap there."""
+    return math.nan if value is None else value
 
 
 def _whole(panel: Axes) -> None:

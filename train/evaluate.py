@@ -72,7 +72,7 @@ def evaluate(
     cycles: dict[str, list[int]] = {}
     try:
         for question in questions:
-            ids = llm.encode(question.messages, template_variables)
+            ids = question.encode(llm, template_variables)
             seeded = dataclasses.replace(sampling, seed=question.seed(sampling.seed or 0))
             engine.add(Request(question.id, ids, seeded))
             outputs[question.id], cycles[question.id] = [], []

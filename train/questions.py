@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.conversations import Message, messages_of, text_of
+from dflash_jax.generate import LLM
+from train.conversations import Message, messages_of, tools_of
 from train.samples import DataError
 
 ANSWERED = ("user", "tool")
@@ -18,11 +19,13 @@ ANSWERED = ("user", "tool")
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A conversation up to the turn that is to be answered. ``source``: what it was made from."""
+    """A conversation up to the turn that is to be answered. ``source``: what it was made from.
+    ``tools``: the JSON schemas that the assistant is offered."""
 
     id: str
     source: str
     messages: Sequence[Message]
+    tools: Sequence[Any] | None = None
 
     @classmethod
     def of_text(cls, id: str, source: str, text: str) -> "Question":
@@ -34,6 +37,13 @@ class Question:
         resumed, a run draws the same."""
         digest = hashlib.blake2b(f"{base}/{self.id}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big")
+
+    def encode(
+        self, llm: LLM, template_variables: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """Its prompt. Raises ValueError with the chat template's complaint."""
+        tools = {"tools": self.tools} if self.tools else {}
+        return llm.encode(self.messages, {**tools, **(template_variables or {})})
 
 
 def read_questions(
@@ -56,7 +66,7 @@ def read_questions(
                 question = _question(line, source=file.name.partition(".")[0])
                 if question.id in places:
                     raise ValueError(f"id {question.id!r} was given at {places[question.id]}")
-            except ValueError as error:
+            except (ValueError, TypeError) as error:
                 bad.append(f"{place}: {error}")
                 continue
             places[question.id] = place
@@ -90,22 +100,25 @@ def _question(line: bytes, *, source: str) -> Question:
     record = json.loads(line)
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, got {type(record).__name__}")
-    id = text_of(_value(record, "id"), "id")
-    source = text_of(record.get("source", source), "source")
+    if "id" not in record:
+        raise ValueError("has no id")
+    texts = {"id": record["id"], "source": record.get("source", source)}
     if "text" in record:
-        return Question.of_text(id, source, text_of(record["text"], "text"))
+        texts["text"] = record["text"]
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be a string, got {value!r:.40}")
+        value.encode()  # a UnicodeEncodeError, a ValueError, of half a surrogate pair
+    if "text" in texts:
+        return Question.of_text(**texts)
     if not {"conversations", "messages"} & record.keys():
         raise ValueError("has none of text, conversations and messages")
+    if record.get("system"):
+        raise ValueError("a system text beside the turns is not read: make it the first of them")
     messages = messages_of(record)
     if messages[-1]["role"] == "assistant":
         del messages[-1]
     if not messages or messages[-1]["role"] not in ANSWERED:
         last = f"ends with a turn of {messages[-1]['role']}" if messages else "has no other turn"
         raise ValueError(f"nothing to answer: without its answer the conversation {last}")
-    return Question(id, source, messages)
-
-
-def _value(record: Mapping[str, Any], key: str) -> Any:
-    if key not in record:
-        raise ValueError(f"has no {key}")
-    return record[key]
+    return Question(**texts, messages=messages, tools=tools_of(record))

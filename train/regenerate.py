@@ -98,6 +98,7 @@ def regenerate(
                     text = llm.tokenizer.decode(kept, skip_special_tokens=True)
                     turn = {"role": "assistant", "content": text}
                     record["conversations"] = [*question.messages, turn]
+                    record |= {"tools": question.tools} if question.tools else {}
                 file.write(id, record)
                 written.answers += 1
                 written.tokens += len(kept)
@@ -112,7 +113,7 @@ def _fitting(
     template_variables: Mapping[str, Any] | None,
 ) -> tuple[int, ...]:
     """Raises ValueError on a question that leaves no room for a whole answer."""
-    ids = llm.encode(question.messages, template_variables)
+    ids = question.encode(llm, template_variables)
     room = llm.engine.max_model_len - max_new_tokens
     if not 1 <= len(ids) <= room:
         raise ValueError(f"a prompt of {len(ids)} tokens, where 1 to {room} fit")

@@ -177,8 +177,8 @@ def _training(run: Run) -> list[str]:
 
 def _log_table(title: str, records: Sequence[Mapping[str, Any]]) -> str:
     width = max(len(r["accuracy"]) for r in records)
-    keys = [k for k in records[-1] if k not in ("accuracy", "held_out")]
-    keys.sort(key=lambda k: k != "step")
+    scalars = dict.fromkeys(k for r in records for k, v in r.items() if isinstance(v, int | float))
+    keys = ["step", *(k for k in scalars if k not in ("step", "time"))]
     rows = [[*(r.get(k) for k in keys), *r["accuracy"]] for r in records]
     return _details(title, _table([*keys, *(f"accuracy {k + 1}" for k in range(width))], rows))
 
