@@ -11,10 +11,11 @@ from jax.sharding import PartitionSpec
 
 from dflash_jax.decoder import Pair, PairParams
 from dflash_jax.testing import compilations, tiny_pair
+from train.frozen import FrozenTarget
 from train.initial import random_draft
 from train.losses import LossConfig
 from train.mesh import training_sharding
-from train.objective import ObjectiveConfig
+from train.objective import ObjectiveConfig, target_output
 from train.rows import PackedRows
 from train.step import OptimizerConfig, init_state, make_step, make_validation, rows_placement
 
@@ -42,6 +43,10 @@ def pair_on(*mesh: int) -> tuple[Pair, PairParams]:
     )
 
 
+def stacked(pair: Pair, params: PairParams) -> dict[str, jax.Array]:
+    return FrozenTarget(pair).stack(params.target)
+
+
 def run(mesh: tuple[int, ...], accumulation: int = 1, steps: int = 2):
     """(losses, gradient norms, masters) of a few steps."""
     pair, params = pair_on(*mesh)
@@ -51,7 +56,7 @@ def run(mesh: tuple[int, ...], accumulation: int = 1, steps: int = 2):
     reports = []
     for number in range(steps):
         rows = jax.device_put(batch(number), rows_placement(pair))
-        state, report = step(state, params.target, rows, None, RATE)
+        state, report = step(state, stacked(pair, params), rows, None, RATE)
         reports.append(report)
     losses = [float(r.metrics.weighted_loss / r.metrics.weight) for r in reports]
     return losses, [float(r.gradient_norm) for r in reports], jax.device_get(state.masters)
@@ -92,8 +97,8 @@ def test_weights_masters_and_moments_are_split_over_fsdp() -> None:
     adam = next(part for part in state.moments if hasattr(part, "mu"))
     for placed in (params.draft[name], state.masters[name], adam.mu[name], adam.nu[name]):
         assert placed.sharding.spec == PartitionSpec("fsdp", "model")
-    target = params.target["model.layers.0.mlp.down_proj.kernel"]
-    assert target.sharding.spec == PartitionSpec("model", "fsdp")
+    target = stacked(pair, params)["model.layers.mlp.down_proj.kernel"]
+    assert target.sharding.spec == PartitionSpec(None, "model", "fsdp")
     assert rows_placement(pair).spec == PartitionSpec(("data", "fsdp"))
 
 
@@ -101,11 +106,11 @@ def test_the_step_compiles_once() -> None:
     pair, params = pair_on(2, 2, 1)
     step = make_step(pair, OBJECTIVE, OPTIMIZER)
     state = init_state(pair, params.draft, OPTIMIZER)
-    rows = jax.device_put(batch(), rows_placement(pair))
-    state, _ = step(state, params.target, rows, None, RATE)
+    rows, target = jax.device_put(batch(), rows_placement(pair)), stacked(pair, params)
+    state, _ = step(state, target, rows, None, RATE)
     with compilations() as events:
         for _ in range(2):
-            state, _ = step(state, params.target, rows, None, RATE)
+            state, _ = step(state, target, rows, None, RATE)
     assert not events
 
 
@@ -115,7 +120,7 @@ def test_what_the_caller_gave_lives_on() -> None:
     pair, params = pair_on()
     shared = {**params.draft, "norm.weight": params.target["model.norm.weight"]}
     step = make_step(pair, OBJECTIVE, OPTIMIZER)
-    step(init_state(pair, shared, OPTIMIZER), params.target, batch(), None, RATE)
+    step(init_state(pair, shared, OPTIMIZER), stacked(pair, params), batch(), None, RATE)
     assert not any(value.is_deleted() for value in (*shared.values(), *params.target.values()))
 
 
@@ -129,7 +134,7 @@ def test_masters_stay_float32_while_the_draft_computes_in_bfloat16() -> None:
     step = make_step(narrow, OBJECTIVE, OPTIMIZER)
     state = init_state(narrow, low.draft, OPTIMIZER)
     for _ in range(3):
-        state, report = step(state, low.target, batch(), None, jnp.float32(1e-5))
+        state, report = step(state, stacked(narrow, low), batch(), None, jnp.float32(1e-5))
     assert jnp.isfinite(report.gradient_norm)
     assert {value.dtype for value in state.masters.values()} == {jnp.dtype(jnp.float32)}
     name = "layers.0.mlp.up_proj.kernel"
@@ -140,12 +145,14 @@ def test_masters_stay_float32_while_the_draft_computes_in_bfloat16() -> None:
 def test_a_smaller_rate_and_weight_decay_do_what_they_say() -> None:
     """AdamW: decay pulls by rate * weight_decay * weight, and is not scaled by the moments."""
     pair, params = pair_on()
-    states = []
+    states, target = [], stacked(pair, params)
     for decay in (0.0, 0.5):
         optimizer = dataclasses.replace(OPTIMIZER, weight_decay=decay)
         step = make_step(pair, OBJECTIVE, optimizer)
         state = init_state(pair, params.draft, optimizer)
-        states.append(step(state, params.target, batch(), None, jnp.float32(1e-3))[0].masters)
+        states.append(
+            step(state, stacked(pair, params), batch(), None, jnp.float32(1e-3))[0].masters
+        )
     for name, value in params.draft.items():
         pulled = np.asarray(states[0][name]) - np.asarray(states[1][name])
         np.testing.assert_allclose(pulled, 1e-3 * 0.5 * np.asarray(value), atol=2e-6)
@@ -153,7 +160,28 @@ def test_a_smaller_rate_and_weight_decay_do_what_they_say() -> None:
 
 def test_validation_draws_the_same_anchors_every_time() -> None:
     pair, params = pair_on()
-    validate = partial(make_validation(pair, OBJECTIVE), params.draft, params.target)
+    validate = partial(make_validation(pair, OBJECTIVE), params.draft, stacked(pair, params))
     assert jax.tree.all(
         jax.tree.map(lambda a, b: (a == b).all(), validate(batch(), None), validate(batch(), None))
     )
+
+
+def test_the_stacked_target_is_the_target() -> None:
+    """Taps in order, the last layer's among them; a tied head and an untied one."""
+    for tied in (True, False):
+        pair, params = tiny_pair(
+            target={"tie_word_embeddings": tied}, sharding=training_sharding(1, 2, 2)
+        )
+        rows = jax.device_put(batch(), rows_placement(pair))
+
+        @jax.jit
+        def both(target_params, stack, rows):
+            outputs = []
+            for target in (pair.target.bind(target_params), FrozenTarget(pair).bind(stack)):  # noqa: B023
+                output = target_output(target, rows, (0, 2))
+                outputs.append((*output, target.logits(output.hidden)))
+            return outputs
+
+        whole, scanned = both(params.target, stacked(pair, params), rows)
+        for expected, got in zip(whole, scanned, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)

@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
 from train.attention import TILES, Tiles
+from train.frozen import FrozenTarget
 from train.objective import target_output
 from train.packing import PackedDataset
 from train.rows import PackedRows, TrainingRows
@@ -89,11 +90,13 @@ def write_features(
         _write_whole(meta, json.dumps(contract, indent=2).encode())
     multihost_utils.sync_global_devices("features begin")
     _check(folder, contract)
-    target_module, taps, placement = pair.target, pair.taps, rows_placement(pair)
+    frozen, taps, placement = FrozenTarget(pair), pair.taps, rows_placement(pair)
+
+    stacked = frozen.stack(target_params)
 
     @jax.jit
     def features_of(rows: PackedRows, params: Params):
-        return target_output(target_module.bind(params), rows, taps, tiles).features
+        return target_output(frozen.bind(params), rows, taps, tiles).features
 
     todo = [row for row in range(len(dataset)) if not _path(folder, row).is_file()]
     multihost_utils.sync_global_devices("features counted")
@@ -104,7 +107,7 @@ def write_features(
             lambda x: jax.make_array_from_callback(x.shape, placement, lambda index: x[index]),  # noqa: B023
             dataset[numbers],
         )
-        features = features_of(rows, target_params)
+        features = features_of(rows, stacked)
         for shard in features.addressable_shards:
             if shard.replica_id == 0:
                 held = numbers[shard.index[0]]

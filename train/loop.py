@@ -17,6 +17,7 @@ from dflash_jax.functional import Params
 from train.batches import Batch, Batches, RowSource
 from train.checkpoints import Checkpoints
 from train.contract import contract_of
+from train.frozen import FrozenTarget
 from train.losses import Metrics
 from train.metrics import MetricsLog, Progress
 from train.objective import ObjectiveConfig
@@ -116,6 +117,7 @@ def train(
             f" cannot be split over the mesh's {shards} data x fsdp shards"
         )
     state = init_state(pair, draft, config.optimizer)
+    stacked = FrozenTarget(pair).stack(target_params)
     step = make_step(
         pair,
         config.objective,
@@ -131,7 +133,7 @@ def train(
     with contextlib.ExitStack() as stack:
         checkpoints = None
         if work is not None:
-            contract = contract_of(pair, target_params, config, fingerprint)
+            contract = contract_of(pair, stacked, config, fingerprint)
             checkpoints = Checkpoints(work / "checkpoints", contract, keep=config.keep)
             checkpoints = stack.enter_context(checkpoints)
             found = checkpoints.restore(abstract_state(pair, config.optimizer))
@@ -140,7 +142,7 @@ def train(
         progress = stack.enter_context(Progress(total, start=start))
         log = work and stack.enter_context(MetricsLog(work, resume_step=start))
         preemption = stack.enter_context(Preemption())
-        run = _Run(step, target_params, config, total, progress, log)
+        run = _Run(step, stacked, config, total, progress, log)
         finished, saved = True, start
         for batch in _until(total, batches, start):
             state, done = run.advance(state, batch)
@@ -150,7 +152,7 @@ def train(
                 run.write_log(done)
                 score = None
                 if validation is not None and finished:
-                    held = validation.score(state.masters, target_params)
+                    held = validation.score(state.masters, stacked)
                     run.write(done, {"held_out": held})
                     score = held["accept_length"]
                 if checkpoints is not None:

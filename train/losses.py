@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.models import DenseTarget
+from train.frozen import Target
 
 Weighting = Literal["decay", "d-pace"]
 
@@ -65,7 +65,7 @@ class Labels(NamedTuple):
 
 
 def block_loss(
-    target: DenseTarget, hidden: Float[Array, "Z A b-1 D"], labels: Labels, config: LossConfig
+    target: Target, hidden: Float[Array, "Z A b-1 D"], labels: Labels, config: LossConfig
 ) -> Metrics:
     """Loss and acceptance of final draft states, read by the target's head a slice at a time.
 
@@ -114,7 +114,7 @@ def slot_weights(
 
 
 def _slice_loss(
-    target: DenseTarget, hidden: Float[Array, "Z A b-1 D"], labels: Labels, config: LossConfig
+    target: Target, hidden: Float[Array, "Z A b-1 D"], labels: Labels, config: LossConfig
 ) -> tuple[Metrics, Float[Array, "Z A b-1 V"]]:
     """(sums, gradient of weighted_loss by the logits)."""
     logits = target.logits(hidden)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dflash_jax.draft import Draft
-from dflash_jax.models import DenseTarget, TargetOutput
+from dflash_jax.models import TargetOutput
 from train.attention import TILES, Tiles, block_attend, packed_attend
+from train.frozen import Target
 from train.losses import Labels, LossConfig, Metrics, block_loss
 from train.rows import PackedRows
 
@@ -43,7 +44,7 @@ class Blocks(NamedTuple):
 
 
 def target_output(
-    target: DenseTarget, rows: PackedRows, taps: tuple[int, ...], tiles: Tiles = TILES
+    target: Target, rows: PackedRows, taps: tuple[int, ...], tiles: Tiles = TILES
 ) -> TargetOutput:
     """The frozen target over packed documents: its taps, and its final hidden states."""
     output = target(rows.tokens, rows.positions, packed_attend(rows, tiles), taps)
@@ -106,7 +107,7 @@ def blocks_at(
 
 def objective(
     draft: Draft,
-    target: DenseTarget,
+    target: Target,
     rows: PackedRows,
     output: TargetOutput,
     keys: PRNGKeyArray,
@@ -131,7 +132,7 @@ def objective(
 
 def draft_blocks(
     draft: Draft,
-    target: DenseTarget,
+    target: Target,
     rows: PackedRows,
     context_kv,
     blocks: Blocks,

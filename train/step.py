@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
 from dflash_jax.models import TargetOutput
+from train.frozen import FrozenTarget, gather
 from train.losses import Metrics
 from train.objective import ObjectiveConfig, objective, target_output
 from train.rows import PackedRows
@@ -49,7 +50,8 @@ class StepReport(NamedTuple):
 
 
 Step = Callable[..., tuple[TrainState, StepReport]]
-"""(state, target params, rows, features or None, rate) -> (state, report). Donates the state."""
+"""(state, stacked target params, rows, features or None, rate) -> (state, report). Donates the
+state."""
 
 
 def init_state(pair: Pair, draft: Mapping[str, jax.Array], config: OptimizerConfig) -> TrainState:
@@ -177,12 +179,13 @@ def _optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def _loss_sum(pair: Pair, config: ObjectiveConfig):
     """(masters, target params, rows, keys, features or None) -> (loss sum, metrics)."""
-    draft_module, target_module, taps = pair.draft, pair.target, pair.taps
+    draft_module, frozen, taps = pair.draft, FrozenTarget(pair), pair.taps
     assert draft_module is not None
 
     def loss(masters, target_params, rows: PackedRows, keys, features):
         compute = {name: value.astype(pair.dtype) for name, value in masters.items()}
-        draft, target = draft_module.bind(compute), target_module.bind(target_params)
+        draft = draft_module.bind(gather(pair.sharding, draft_module, compute))
+        target = frozen.bind(target_params)
         if features is None:
             output = target_output(target, rows, taps, config.tiles)
         else:  # offline: what a step of this very target has written (features.py)
