@@ -4,9 +4,6 @@ Source: the DFlash paper (arXiv 2602.06036), section on KV injection. Embedding 
 target's; the draft owns its layers, its norms and the projection of the taps.
 """
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -39,20 +36,13 @@ class Draft(nnx.Module):
         return tuple(layer.self_attn.key_value(context, positions) for layer in self.layers)
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        attend: Attend,
-        *,
-        remat: bool = False,
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Attend
     ) -> Float[Array, "B T D"]:
         """Run one block [anchor, MASK, ...], embedded by the target, at absolute positions.
 
         Slot k's output, through the target's head, predicts the token AT its own position; slot 0
-        is the anchor and predicts nothing. The block's own K and V are not kept. ``remat``: the
-        backward pass recomputes each layer from its input instead of keeping what it computed.
+        is the anchor and predicts nothing. The block's own K and V are not kept.
         """
         for i, block in enumerate(self.layers):
-            run = partial(block, positions=positions, attend=attend, layer=i)
-            x = jax.checkpoint(run)(x) if remat else run(x)
+            x = block(x, positions, attend, i)
         return self.norm(x)

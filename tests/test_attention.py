@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.config import DraftConfig, RopeConfig
 from train.attention import (
     NOTHING,
     Ranges,
@@ -131,18 +130,12 @@ def test_causal_attention_of_packed_documents_is_that_of_each_alone() -> None:
     [(None, False, TILES[1]), (3, True, TILES[0]), (6, False, TILES[3]), (None, True, TILES[2])],
 )
 def test_a_block_attends_to_its_context_and_itself(window, causal, tiles) -> None:
-    config = DraftConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=K * G,
-        num_kv_heads=K, head_dim=H, rms_norm_eps=1e-6, rope=RopeConfig(1e4), block_size=B,
-        max_position_embeddings=S, mask_token_id=7, target_layer_ids=(0,), num_target_layers=1,
-        target_hidden_size=8, windows=(window,), causal=(causal,),
-    )  # fmt: skip
     anchors = jnp.asarray([[0, 3, 9, 10], [0, 7, 9, 22]], jnp.int32)
     q, k, v = (draws(Z * 4, B, n, H, seed=n) for n in (K * G, K, K))
     context = draws(Z, S, K, H, seed=8), draws(Z, S, K, H, seed=9)
 
     def tiled(q, k, v, context):
-        return block_attend(config, (context,), ROWS, anchors, tiles)(0, q, k, v)
+        return block_attend(ROWS, anchors, B, tiles, window, causal)(context, q, k, v)
 
     segments, positions = np.asarray(ROWS.segments), np.asarray(ROWS.positions)
     visible = np.zeros((Z * 4, B, S + B), bool)

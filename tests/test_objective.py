@@ -25,6 +25,7 @@ from train.objective import (
     target_output,
 )
 from train.rows import PackedRows
+from train.stacked import StackedDraft
 
 BLOCK, LENGTH = 4, 24
 SHAPE = {
@@ -94,12 +95,11 @@ def packed(*documents: int, seed: int = 0, padding: int = 0) -> PackedRows:
 
 @partial(jax.jit, static_argnums=0)
 def logits_at(pair, params, rows, anchors):
-    draft, target = pair.draft.bind(params.draft), pair.target.bind(params.target)
-    features = target_output(target, rows, pair.taps).features
-    context_kv = draft.context_kv(draft.context(features), rows.positions)
+    draft, target = StackedDraft.of(pair).bind(params.draft), pair.target.bind(params.target)
+    context = draft.context(target_output(target, rows, pair.taps).features)
     blocks = blocks_at(rows, anchors, jnp.ones_like(anchors, bool), BLOCK)
     config = ObjectiveConfig(anchors.shape[1], tiles=Tiles(6, 10))
-    return target.logits(draft_blocks(draft, target, rows, context_kv, blocks, config))[0]
+    return target.logits(draft_blocks(draft, target, rows, context, blocks, config))[0]
 
 
 def hidden_of(pair, params, rows, anchors):
@@ -240,7 +240,10 @@ def test_loss_and_gradient_are_the_same_however_they_are_cut(sliding, loss: str)
     @partial(jax.jit, static_argnums=0)
     def sums(config, draft_params, rows, keys):
         def loss(draft_params):
-            draft, target = pair.draft.bind(draft_params), pair.target.bind(params.target)
+            draft, target = (
+                StackedDraft.of(pair).bind(draft_params),
+                pair.target.bind(params.target),
+            )
             output = target_output(target, rows, pair.taps, config.tiles)
             metrics = objective(draft, target, rows, output, keys, config)
             return metrics.weighted_loss, metrics
@@ -278,7 +281,10 @@ def test_dropped_blocks_are_finite_and_have_no_gradient(sliding):
     def loss(draft_params):
         target = pair.target.bind(params.target)
         config = ObjectiveConfig(6, LossConfig(gamma=3.0, slice_blocks=2))
-        draft, output = pair.draft.bind(draft_params), target_output(target, rows, pair.taps)
+        draft, output = (
+            StackedDraft.of(pair).bind(draft_params),
+            target_output(target, rows, pair.taps),
+        )
         metrics = objective(draft, target, rows, output, keys_of(0), config)
         return metrics.weighted_loss / metrics.weight
 

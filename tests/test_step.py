@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec
 
 from dflash_jax.decoder import Pair, PairParams
 from dflash_jax.testing import compilations, tiny_pair
-from train.frozen import FrozenTarget
 from train.initial import random_draft
 from train.losses import LossConfig
 from train.mesh import training_sharding
 from train.objective import ObjectiveConfig, target_output
 from train.rows import PackedRows
+from train.stacked import FrozenTarget
 from train.step import OptimizerConfig, init_state, make_step, make_validation, rows_placement
 
 ROWS, LENGTH = 8, 40
@@ -44,7 +44,7 @@ def pair_on(*mesh: int) -> tuple[Pair, PairParams]:
 
 
 def stacked(pair: Pair, params: PairParams) -> dict[str, jax.Array]:
-    return FrozenTarget(pair).stack(params.target)
+    return FrozenTarget.of(pair).stack(params.target)
 
 
 def run(mesh: tuple[int, ...], accumulation: int = 1, steps: int = 2):
@@ -150,9 +150,7 @@ def test_a_smaller_rate_and_weight_decay_do_what_they_say() -> None:
         optimizer = dataclasses.replace(OPTIMIZER, weight_decay=decay)
         step = make_step(pair, OBJECTIVE, optimizer)
         state = init_state(pair, params.draft, optimizer)
-        states.append(
-            step(state, stacked(pair, params), batch(), None, jnp.float32(1e-3))[0].masters
-        )
+        states.append(step(state, target, batch(), None, jnp.float32(1e-3))[0].masters)
     for name, value in params.draft.items():
         pulled = np.asarray(states[0][name]) - np.asarray(states[1][name])
         np.testing.assert_allclose(pulled, 1e-3 * 0.5 * np.asarray(value), atol=2e-6)
@@ -177,7 +175,7 @@ def test_the_stacked_target_is_the_target() -> None:
         @jax.jit
         def both(target_params, stack, rows):
             outputs = []
-            for target in (pair.target.bind(target_params), FrozenTarget(pair).bind(stack)):  # noqa: B023
+            for target in (pair.target.bind(target_params), FrozenTarget.of(pair).bind(stack)):  # noqa: B023
                 output = target_output(target, rows, (0, 2))
                 outputs.append((*output, target.logits(output.hidden)))
             return outputs

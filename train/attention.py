@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import DraftConfig
 from dflash_jax.layers import Attend
 from train.rows import PackedRows
+from train.stacked import KV, BlockAttend
 
 NOTHING = -1e30
 """Log-sum-exp of a query that sees nothing: finite, so that merging it has finite gradients."""
@@ -251,27 +251,23 @@ def packed_attend(rows: PackedRows, tiles: Tiles = TILES) -> Attend:
 
 
 def block_attend(
-    config: DraftConfig,
-    context_kv: tuple[tuple[Float[Array, "Z S K H"], Float[Array, "Z S K H"]], ...],
     rows: PackedRows,
     anchors: Int[Array, "Z A"],
-    tiles: Tiles = TILES,
-) -> Attend:
-    """The ``attend`` of a draft in training, over Z*A blocks of b slots: the context before the
-    anchor and the block's own b x b scores, merged by log-sum-exp. Blocks never see each other."""
-    ranges = {
-        window: block_ranges(rows, anchors, config.block_size, window)
-        for window in set(config.windows)
-    }
+    block_size: int,
+    tiles: Tiles,
+    window: int | None,
+    causal: bool,
+) -> BlockAttend:
+    """The attention of a draft layer in training, over Z*A blocks of b slots: the context before
+    the anchor and the block's own b x b scores, merged by log-sum-exp. Blocks never see each
+    other."""
+    ranges = block_ranges(rows, anchors, block_size, window)
 
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        block, heads, dim = q.shape[1:]
+    def attend(context_kv: KV, q: Array, k: Array, v: Array) -> Array:
+        heads, dim = q.shape[2:]
         per_row = (anchors.shape[0], -1, heads, dim)
-        window = config.windows[layer]
-        context, context_sum = range_attention(
-            q.reshape(per_row), *context_kv[layer], ranges[window], tiles
-        )
-        own, own_sum = _own_block(q, k, v, causal=config.causal[layer], window=window)
+        context, context_sum = range_attention(q.reshape(per_row), *context_kv, ranges, tiles)
+        own, own_sum = _own_block(q, k, v, causal=causal, window=window)
         context = context.reshape(q.shape).astype(jnp.float32)
         context_sum = context_sum.reshape(q.shape[:-1])
         most = jax.lax.stop_gradient(jnp.maximum(context_sum, own_sum))

@@ -21,11 +21,11 @@ from jax.experimental import multihost_utils
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
 from train.attention import TILES, Tiles
-from train.frozen import FrozenTarget
 from train.objective import target_output
 from train.packing import PackedDataset
 from train.rows import PackedRows, TrainingRows
 from train.samples import DataError
+from train.stacked import FrozenTarget
 from train.step import rows_placement
 
 META = "features.json"
@@ -90,7 +90,7 @@ def write_features(
         _write_whole(meta, json.dumps(contract, indent=2).encode())
     multihost_utils.sync_global_devices("features begin")
     _check(folder, contract)
-    frozen, taps, placement = FrozenTarget(pair), pair.taps, rows_placement(pair)
+    frozen, taps, placement = FrozenTarget.of(pair), pair.taps, rows_placement(pair)
 
     stacked = frozen.stack(target_params)
 

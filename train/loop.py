@@ -17,13 +17,13 @@ from dflash_jax.functional import Params
 from train.batches import Batch, Batches, RowSource
 from train.checkpoints import Checkpoints
 from train.contract import contract_of
-from train.frozen import FrozenTarget
 from train.losses import Metrics
 from train.metrics import MetricsLog, Progress
 from train.objective import ObjectiveConfig
 from train.preemption import Preemption
 from train.rows import TrainingRows
 from train.samples import DataError
+from train.stacked import FrozenTarget
 from train.step import (
     OptimizerConfig,
     Step,
@@ -117,7 +117,7 @@ def train(
             f" cannot be split over the mesh's {shards} data x fsdp shards"
         )
     state = init_state(pair, draft, config.optimizer)
-    stacked = FrozenTarget(pair).stack(target_params)
+    stacked = FrozenTarget.of(pair).stack(target_params)
     step = make_step(
         pair,
         config.objective,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from train.frozen import Target
+from train.stacked import Target
 
 Weighting = Literal["decay", "d-pace"]
 

@@ -6,18 +6,18 @@ tokens a row, A anchors a row, b block size.
 """
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from dflash_jax.draft import Draft
 from dflash_jax.models import TargetOutput
 from train.attention import TILES, Tiles, block_attend, packed_attend
-from train.frozen import Target
 from train.losses import Labels, LossConfig, Metrics, block_loss
 from train.rows import PackedRows
+from train.stacked import BoundDraft, Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def blocks_at(
 
 
 def objective(
-    draft: Draft,
+    draft: BoundDraft,
     target: Target,
     rows: PackedRows,
     output: TargetOutput,
@@ -115,10 +115,10 @@ def objective(
 ) -> Metrics:
     """Loss sums of one batch; the loss is weighted_loss / weight. ``keys`` [Z]: one a row."""
     settings = draft.config
-    context_kv = draft.context_kv(draft.context(output.features), rows.positions)
+    context = draft.context(output.features)
     anchors, keep = sample_anchors(keys, rows, config.anchors)
     blocks = blocks_at(rows, anchors, keep, settings.block_size)
-    hidden = draft_blocks(draft, target, rows, context_kv, blocks, config)
+    hidden = draft_blocks(draft, target, rows, context, blocks, config)
     teacher = None
     if config.loss.kl:
         # The target's draw for position a + k is made at a + k - 1.
@@ -131,10 +131,10 @@ def objective(
 
 
 def draft_blocks(
-    draft: Draft,
+    draft: BoundDraft,
     target: Target,
     rows: PackedRows,
-    context_kv,
+    context: Float[Array, "Z S D"],
     blocks: Blocks,
     config: ObjectiveConfig,
 ) -> Float[Array, "Z A b D"]:
@@ -150,7 +150,7 @@ def draft_blocks(
     def flat(x):
         return x.reshape(batch * num_anchors, settings.block_size)
 
-    attend = block_attend(settings, context_kv, rows, blocks.anchors, config.tiles)
-    embedded = target.embed(flat(tokens))
-    hidden = draft(embedded, flat(positions), attend, remat=config.remat)
+    attend = partial(block_attend, rows, blocks.anchors, settings.block_size, config.tiles)
+    embedded, positions = target.embed(flat(tokens)), flat(positions)
+    hidden = draft(embedded, positions, context, rows.positions, attend, remat=config.remat)
     return hidden.reshape(batch, num_anchors, settings.block_size, -1)

@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
 from dflash_jax.models import TargetOutput
-from train.frozen import FrozenTarget, gather
 from train.losses import Metrics
 from train.objective import ObjectiveConfig, objective, target_output
 from train.rows import PackedRows
+from train.stacked import FrozenTarget, StackedDraft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,13 +179,11 @@ def _optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def _loss_sum(pair: Pair, config: ObjectiveConfig):
     """(masters, target params, rows, keys, features or None) -> (loss sum, metrics)."""
-    draft_module, frozen, taps = pair.draft, FrozenTarget(pair), pair.taps
-    assert draft_module is not None
+    stacked_draft, frozen, taps = StackedDraft.of(pair), FrozenTarget.of(pair), pair.taps
 
     def loss(masters, target_params, rows: PackedRows, keys, features):
         compute = {name: value.astype(pair.dtype) for name, value in masters.items()}
-        draft = draft_module.bind(gather(pair.sharding, draft_module, compute))
-        target = frozen.bind(target_params)
+        draft, target = stacked_draft.bind(compute), frozen.bind(target_params)
         if features is None:
             output = target_output(target, rows, taps, config.tiles)
         else:  # offline: what a step of this very target has written (features.py)
