@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.decoder import Pair
 from dflash_jax.models import DenseTarget
-from train.data import DataError
+from train.samples import DataError
 
 
 @dataclasses.dataclass(frozen=True)

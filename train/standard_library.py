@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from train.data import DataError
 from train.prompts import Prompt
+from train.samples import DataError
 
 Part = Literal["read", "asked", "held out"]
 """What a target is trained on; what it is asked to continue, for its draft; what judges both."""

@@ -6,9 +6,11 @@ from dflash_jax.request import SamplingParams
 from train.byte_tokenizer import END, MASK, VOCAB_SIZE
 from train.language_model import LanguageModelConfig
 from train.loop import LoopConfig
+from train.losses import LossConfig
 from train.objective import ObjectiveConfig
 from train.recipes.recipe import Recipe
 from train.standard_library import StandardLibrary
+from train.step import OptimizerConfig
 from train.target import TargetRecipe
 
 ANSWER = 96  # tokens
@@ -34,16 +36,16 @@ TINY = Recipe(
         ),
         text=StandardLibrary("encodings"),
         language_model=LanguageModelConfig(
-            batch_rows=8, row_length=256, learning_rate=1e-2, steps=400
+            batch_rows=8, row_length=256, learning_rate=1e-2, steps=250
         ),
         prompts=512,
         held_out=32,
         prompt_bytes=96,
     ),
-    initial="random",
+    initial="target",
     num_layers=2,
     intermediate_size=384,
-    num_taps=1,
+    num_taps=2,
     block_size=8,
     mask_token_id=MASK,
     max_position_embeddings=2048,
@@ -62,9 +64,9 @@ TINY = Recipe(
     ),
     row_length=192,
     loop=LoopConfig(
-        objective=ObjectiveConfig(anchors=32, gamma=4.0, anchor_group=32),
+        objective=ObjectiveConfig(anchors=32, loss=LossConfig(gamma=4.0, kl=1.0)),
         batch_rows=8,
-        learning_rate=3e-3,
-        steps=500,
+        optimizer=OptimizerConfig(learning_rate=3e-3),
+        steps=200,
     ),
 )

@@ -1,0 +1,127 @@
+"""The tiny recipe: its target as a folder that everything opens, and a whole run until served."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from serving import run_server
+
+import dflash_jax
+from dflash_jax import EngineConfig, SamplingParams
+from dflash_jax.checkpoint import export_draft
+from dflash_jax.decoder import Pair
+from dflash_jax.sharding import Sharding, make_mesh
+from train.byte_tokenizer import MASK, VOCAB_SIZE
+from train.evaluate import Evaluation, evaluate
+from train.features import RowsWithFeatures
+from train.initial import draft_from_target, random_draft
+from train.loop import train
+from train.mesh import training_sharding
+from train.packing import pack
+from train.prompts import Prompt
+from train.recipes.recipe import Recipe
+from train.recipes.tiny import TINY
+from train.regenerate import regenerate
+from train.samples import read_samples
+from train.target import TargetRecipe, make_target
+
+assert isinstance(TINY.target, TargetRecipe)
+TARGET: TargetRecipe = TINY.target
+
+
+def test_prompts_come_from_files_that_the_target_does_not_read() -> None:
+    prompts, held_out = TARGET.inputs()
+    assert (len(prompts), len(held_out)) == (TARGET.prompts, TARGET.held_out)
+    read = {path.stem for path in TARGET.text.files("read")}
+    asked, judged = ({p.source for p in some} for some in (prompts, held_out))
+    assert not read & asked and not read & judged and not asked & judged
+
+
+def test_what_the_recipe_states_fits_together() -> None:
+    draft = TINY.draft_config(TARGET.config)
+    assert (draft.target_layer_ids, draft.num_layers) == ((0, 1), 2)
+    assert (draft.mask_token_id, draft.vocab_size) == (MASK, VOCAB_SIZE)
+    longest = TARGET.prompt_bytes + max(s.max_new_tokens for s in TINY.answers)
+    assert longest <= TINY.row_length and longest < (TINY.engine.max_model_len or 0)
+
+
+def test_a_target_becomes_a_folder_with_its_tokenizer(tmp_path: Path) -> None:
+    steps = dataclasses.replace(TARGET.language_model, steps=2, batch_rows=2, row_length=32)
+    recipe = dataclasses.replace(TARGET, language_model=steps)
+    lines: list[str] = []
+    make_target(recipe, tmp_path, Sharding(make_mesh()), report=lines.append)
+    assert lines[0].endswith("bytes of encodings") and lines[-1].startswith("target: step 2 loss")
+    llm = dflash_jax.load(tmp_path, engine=EngineConfig(max_num_seqs=1, max_model_len=32))
+    assert llm.pair.target_config == TARGET.config
+    chat, text = ([{"role": "user", "content": "# é\n"}], "# é\n")
+    assert llm.encode(chat) == llm.encode(text) == tuple("# é\n".encode())
+    assert len(llm.generate(chat, max_new_tokens=4, ignore_eos=True).output_ids) == 4
+
+
+@pytest.mark.slow
+def test_a_whole_run_accepts_two_tokens_a_cycle_at_both_temperatures(tmp_path: Path) -> None:
+    """Acceptance lengths on held-out files, loops aside; an untrained draft's beside them."""
+    started = time.perf_counter()
+    make_target(TARGET, target := tmp_path / "target", Sharding(make_mesh()))
+    prompts, held_out = TARGET.inputs()
+    answer(TINY, target, prompts, tmp_path / "answers.jsonl")
+    untrained, trained = train_draft(TINY, target, tmp_path)
+    for temperature in (0.0, 1.0):
+        before = judge(TINY, target, untrained, held_out, temperature)
+        after = judge(TINY, target, trained, held_out, temperature)
+        print(
+            f"T = {temperature}: tau {after.tau:.2f} (raw {after.raw_tau:.2f}, "
+            f"{after.looping:.0%} looping), untrained {before.tau:.2f}"
+        )
+        assert after.tau >= 2 and before.tau < 1.3
+    print(f"the whole run: {time.perf_counter() - started:.0f} s")
+
+    def prepare() -> dflash_jax.LLM:
+        return dflash_jax.load(target, trained, engine=TINY.evaluation)
+
+    with run_server(prepare) as server:
+        reply = server.openai().chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": held_out[0].text}],
+            max_tokens=32,
+            temperature=0,
+        )
+    assert reply.usage is not None and reply.usage.completion_tokens == 32
+    assert reply.choices[0].message.content
+
+
+def answer(recipe: Recipe, target: Path, prompts: list[Prompt], out: Path) -> None:
+    engine = dataclasses.replace(recipe.engine, speculation=False)
+    llm = dflash_jax.load(target, engine=engine)
+    for number, sampling in enumerate(recipe.answers):
+        share = prompts[number :: len(recipe.answers)]
+        assert regenerate(llm, share, out, sampling=sampling) > 0
+
+
+def train_draft(recipe: Recipe, target: Path, work: Path) -> tuple[Path, Path]:
+    """(untrained, trained) folders."""
+    small = EngineConfig(max_num_seqs=1, max_model_len=32, speculation=False)
+    llm = dflash_jax.load(target, engine=small)
+    config, params = llm.pair.target_config, llm.engine.params.target
+    draft_config = recipe.draft_config(config)
+    pair = Pair.of(config, draft_config, training_sharding(1), llm.pair.dtype)
+    samples = read_samples([work / "answers.jsonl"], vocab_size=config.vocab_size)
+    rows = RowsWithFeatures(pack(samples, recipe.row_length, seed=recipe.loop.seed))
+    start = draft_from_target(pair, params, recipe.loop.seed)
+    trained = train(pair, params, start, rows, recipe.loop)
+    folders = work / "untrained", work / "draft"
+    drafts = random_draft(pair, params, recipe.loop.seed), trained.draft
+    for folder, draft in zip(folders, drafts, strict=True):
+        export_draft(folder, draft_config, draft, jnp.float32)
+    return folders
+
+
+def judge(
+    recipe: Recipe, target: Path, draft: Path, prompts: list[Prompt], temperature: float
+) -> Evaluation:
+    llm = dflash_jax.load(target, draft, engine=recipe.evaluation)
+    sampling = dataclasses.replace(recipe.answers[0], temperature=temperature)
+    assert isinstance(sampling, SamplingParams)
+    return evaluate(llm, [prompt.text for prompt in prompts], sampling)
