@@ -15,11 +15,10 @@ class Recipe:
     """A draft to train: its shape, its data and its schedule.
 
     ``target``: a path or Hub id, None for the embedded target, or how to train one first.
-    ``initial``: random weights, or the target's last
-    layers. ``self_written``: user turns that the target writes itself, beside the given prompts.
-    ``answers``: the settings under which the target answers, each for an equal share of the
-    prompts. ``engine`` writes answers, ``evaluation`` decodes. ``row_length``: tokens of a packed
-    training row.
+    ``initial``: random weights, or the target's last layers. ``self_written``: user turns that the
+    target writes itself, beside the given prompts. ``answers``: the settings under which the target
+    answers, each for an equal share of the prompts. ``engine`` writes answers, ``evaluation``
+    decodes. ``row_length``: tokens of a packed training row.
     """
 
     name: str
