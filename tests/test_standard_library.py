@@ -21,22 +21,24 @@ def test_parts_share_no_file_and_come_in_order() -> None:
     assert LIBRARY.texts("held out")[0] == parts["held out"][0].read_bytes()
 
 
-def test_prompts_are_passages_of_their_files_from_a_line_start() -> None:
-    prompts = LIBRARY.prompts("held out", 40, 50)
-    assert prompts == LIBRARY.prompts("held out", 40, 50)
-    assert len({prompt.id for prompt in prompts}) == 40
-    assert len({prompt.source for prompt in prompts}) > 5, "spread over the files"
+def test_questions_are_passages_of_their_files_from_a_line_start() -> None:
+    questions = LIBRARY.questions("held out", 40, 50)
+    assert questions == LIBRARY.questions("held out", 40, 50)
+    assert len({question.id for question in questions}) == 40
+    assert len({question.source for question in questions}) > 5, "spread over the files"
     texts = {path.name: path.read_bytes() for path in LIBRARY.files("held out")}
-    for prompt in prompts:
-        name, _, start = prompt.id.partition(":")
-        at = texts[name].index(prompt.text.encode(), int(start))
+    for question in questions:
+        name, _, start = question.id.partition(":")
+        (message,) = question.messages
+        passage = message["content"].encode()
+        at = texts[name].index(passage, int(start))
         assert at == int(start) and texts[name][at - 1 : at] == b"\n"
-        assert 50 - 3 <= len(prompt.text.encode()) <= 50
+        assert 50 - 3 <= len(passage) <= 50
 
 
 def test_fewer_passages_than_asked_for_are_all_there_are() -> None:
-    prompts = LIBRARY.prompts("held out", 10**9, 50)
-    assert 100 < len(prompts) == len({prompt.id for prompt in prompts})
+    questions = LIBRARY.questions("held out", 10**9, 50)
+    assert 100 < len(questions) == len({question.id for question in questions})
 
 
 @pytest.mark.parametrize("package", ["nosuch", "json"])

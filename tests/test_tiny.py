@@ -14,13 +14,13 @@ from dflash_jax.checkpoint import export_draft
 from dflash_jax.decoder import Pair
 from dflash_jax.sharding import Sharding, make_mesh
 from train.byte_tokenizer import MASK, VOCAB_SIZE
-from train.evaluate import Evaluation, evaluate
+from train.evaluate import Evaluation, evaluate, untrained
 from train.features import RowsWithFeatures
-from train.initial import draft_from_target, random_draft
+from train.initial import draft_from_target
 from train.loop import train
 from train.mesh import training_sharding
 from train.packing import pack
-from train.prompts import Prompt
+from train.questions import Question
 from train.recipes.recipe import Recipe
 from train.recipes.tiny import TINY
 from train.regenerate import regenerate
@@ -31,11 +31,11 @@ assert isinstance(TINY.target, TargetRecipe)
 TARGET: TargetRecipe = TINY.target
 
 
-def test_prompts_come_from_files_that_the_target_does_not_read() -> None:
-    prompts, held_out = TARGET.inputs()
-    assert (len(prompts), len(held_out)) == (TARGET.prompts, TARGET.held_out)
+def test_questions_come_from_files_that_the_target_does_not_read() -> None:
+    questions, held_out = TARGET.inputs()
+    assert (len(questions), len(held_out)) == (TARGET.questions, TARGET.held_out)
     read = {path.stem for path in TARGET.text.files("read")}
-    asked, judged = ({p.source for p in some} for some in (prompts, held_out))
+    asked, judged = ({q.source for q in some} for some in (questions, held_out))
     assert not read & asked and not read & judged and not asked & judged
 
 
@@ -43,7 +43,7 @@ def test_what_the_recipe_states_fits_together() -> None:
     draft = TINY.draft_config(TARGET.config)
     assert (draft.target_layer_ids, draft.num_layers) == ((0, 1), 2)
     assert (draft.mask_token_id, draft.vocab_size) == (MASK, VOCAB_SIZE)
-    longest = TARGET.prompt_bytes + max(s.max_new_tokens for s in TINY.answers)
+    longest = TARGET.passage_bytes + max(s.max_new_tokens for s in TINY.answers)
     assert longest <= TINY.row_length and longest < (TINY.engine.max_model_len or 0)
 
 
@@ -65,10 +65,11 @@ def test_a_whole_run_accepts_two_tokens_a_cycle_at_both_temperatures(tmp_path: P
     """Acceptance lengths on held-out files, loops aside; an untrained draft's beside them."""
     started = time.perf_counter()
     make_target(TARGET, target := tmp_path / "target", Sharding(make_mesh()))
-    prompts, held_out = TARGET.inputs()
-    answer(TINY, target, prompts, tmp_path / "answers.jsonl")
-    untrained, trained = train_draft(TINY, target, tmp_path)
-    before, after = (judge(TINY, target, draft, held_out) for draft in (untrained, trained))
+    questions, held_out = TARGET.inputs()
+    answer(TINY, target, questions, tmp_path / "answers.jsonl")
+    draft = train_draft(TINY, target, tmp_path)
+    trained = dflash_jax.load(target, draft, engine=TINY.evaluation)
+    after, before = (judge(llm, held_out) for llm in (trained, untrained(trained, seed=0)))
     for temperature in (0.0, 1.0):
         tau, start = after[temperature].tau, before[temperature].tau
         looping = after[temperature].looping
@@ -76,13 +77,10 @@ def test_a_whole_run_accepts_two_tokens_a_cycle_at_both_temperatures(tmp_path: P
         assert tau >= 2 and start < 1.3
     print(f"the whole run: {time.perf_counter() - started:.0f} s")
 
-    def prepare() -> dflash_jax.LLM:
-        return dflash_jax.load(target, trained, engine=TINY.evaluation)
-
-    with run_server(prepare) as server:
+    with run_server(lambda: dflash_jax.load(target, draft, engine=TINY.evaluation)) as server:
         reply = server.openai().chat.completions.create(
             model="tiny",
-            messages=[{"role": "user", "content": held_out[0].text}],
+            messages=[{"role": "user", "content": held_out[0].messages[0]["content"]}],
             max_tokens=32,
             temperature=0,
         )
@@ -90,16 +88,15 @@ def test_a_whole_run_accepts_two_tokens_a_cycle_at_both_temperatures(tmp_path: P
     assert reply.choices[0].message.content
 
 
-def answer(recipe: Recipe, target: Path, prompts: list[Prompt], out: Path) -> None:
+def answer(recipe: Recipe, target: Path, questions: list[Question], out: Path) -> None:
     engine = dataclasses.replace(recipe.engine, speculation=False)
     llm = dflash_jax.load(target, engine=engine)
     for number, sampling in enumerate(recipe.answers):
-        share = prompts[number :: len(recipe.answers)]
-        assert regenerate(llm, share, out, sampling=sampling) > 0
+        share = questions[number :: len(recipe.answers)]
+        assert regenerate(llm, share, out, sampling=sampling).answers > 0.9 * len(share)
 
 
-def train_draft(recipe: Recipe, target: Path, work: Path) -> tuple[Path, Path]:
-    """(untrained, trained) folders."""
+def train_draft(recipe: Recipe, target: Path, work: Path) -> Path:
     small = EngineConfig(max_num_seqs=1, max_model_len=32, speculation=False)
     llm = dflash_jax.load(target, engine=small)
     config, params = llm.pair.target_config, llm.engine.params.target
@@ -109,21 +106,14 @@ def train_draft(recipe: Recipe, target: Path, work: Path) -> tuple[Path, Path]:
     rows = RowsWithFeatures(pack(samples, recipe.row_length, seed=recipe.loop.seed))
     start = draft_from_target(pair, params, recipe.loop.seed)
     trained = train(pair, params, start, rows, recipe.loop)
-    folders = work / "untrained", work / "draft"
-    drafts = random_draft(pair, params, recipe.loop.seed), trained.draft
-    for folder, draft in zip(folders, drafts, strict=True):
-        export_draft(folder, draft_config, draft, jnp.float32)
-    return folders
+    export_draft(work / "draft", draft_config, trained.draft, jnp.float32)
+    return work / "draft"
 
 
-def judge(
-    recipe: Recipe, target: Path, draft: Path, prompts: list[Prompt]
-) -> dict[float, Evaluation]:
+def judge(llm: dflash_jax.LLM, questions: list[Question]) -> dict[float, Evaluation]:
     """By temperature. One engine runs both, so that it is compiled once."""
-    llm = dflash_jax.load(target, draft, engine=recipe.evaluation)
-    texts = [prompt.text for prompt in prompts]
-    length = recipe.answers[0].max_new_tokens
+    length = TINY.answers[0].max_new_tokens
     return {
-        temperature: evaluate(llm, texts, SamplingParams(temperature, max_new_tokens=length))
+        temperature: evaluate(llm, questions, SamplingParams(temperature, max_new_tokens=length))
         for temperature in (0.0, 1.0)
     }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from train.prompts import Prompt
+from train.questions import Question
 from train.samples import DataError
 
 Part = Literal["read", "asked", "held out"]
@@ -39,7 +39,7 @@ class StandardLibrary:
     def texts(self, part: Part) -> list[bytes]:
         return [path.read_bytes() for path in self.files(part)]
 
-    def prompts(self, part: Part, count: int, length: int) -> list[Prompt]:
+    def questions(self, part: Part, count: int, length: int) -> list[Question]:
         """Up to ``count`` passages of at most ``length`` bytes, each from the start of a line,
         spread evenly over the files. Where the files are short, passages overlap."""
         starts = [
@@ -52,7 +52,9 @@ class StandardLibrary:
         chosen = (starts[int(i * step)] for i in range(min(count, len(starts))))
         return [
             # a character that the cut went through is left out
-            Prompt(f"{path.name}:{start}", path.stem, _decoded(text[start : start + length]))
+            Question.of_text(
+                f"{path.name}:{start}", path.stem, _decoded(text[start : start + length])
+            )
             for path, text, start in chosen
         ]
 

@@ -12,30 +12,30 @@ from dflash_jax.decoder import Pair
 from dflash_jax.sharding import Sharding
 from train.byte_tokenizer import byte_stream, byte_tokenizer
 from train.language_model import LanguageModelConfig, train_language_model
-from train.prompts import Prompt
+from train.questions import Question
 from train.standard_library import StandardLibrary
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetRecipe:
-    """A byte-level target, and the prompts that go with it.
+    """A byte-level target, and the questions that go with it: passages to be continued.
 
-    ``prompts`` passages of ``prompt_bytes`` bytes are asked for the draft's sake, and as long ones,
-    ``held_out`` of them, judge it; neither come from files that the target has read.
+    ``questions`` passages of ``passage_bytes`` bytes are asked for the draft's sake, and as long
+    ones, ``held_out`` of them, judge it; neither come from files that the target has read.
     """
 
     config: TargetConfig
     text: StandardLibrary
     language_model: LanguageModelConfig
-    prompts: int
+    questions: int
     held_out: int
-    prompt_bytes: int
+    passage_bytes: int
 
-    def inputs(self) -> tuple[list[Prompt], list[Prompt]]:
-        """(prompts, held-out prompts)."""
+    def inputs(self) -> tuple[list[Question], list[Question]]:
+        """(questions, held-out questions)."""
         return (
-            self.text.prompts("asked", self.prompts, self.prompt_bytes),
-            self.text.prompts("held out", self.held_out, self.prompt_bytes),
+            self.text.questions("asked", self.questions, self.passage_bytes),
+            self.text.questions("held out", self.held_out, self.passage_bytes),
         )
 
 

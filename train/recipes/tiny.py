@@ -51,9 +51,9 @@ TINY = Recipe(
         language_model=LanguageModelConfig(
             batch_rows=8, row_length=256, learning_rate=1e-2, steps=200
         ),
-        prompts=512,
-        held_out=32,
-        prompt_bytes=96,
+        questions=512,
+        held_out=64,
+        passage_bytes=96,
     ),
     initial="target",
     num_layers=2,
@@ -73,7 +73,7 @@ TINY = Recipe(
         max_num_seqs=64, max_model_len=256, prefill_tokens=4096, batch_buckets=(64,), seed=1
     ),
     evaluation=EngineConfig(
-        max_num_seqs=32, max_model_len=256, prefill_tokens=4096, batch_buckets=(32,)
+        max_num_seqs=64, max_model_len=256, prefill_tokens=4096, batch_buckets=(64,)
     ),
     row_length=192,
     loop=LoopConfig(
@@ -81,6 +81,6 @@ TINY = Recipe(
         objective=ObjectiveConfig(anchors=32, loss=LossConfig(gamma=4.0, kl=1.0)),
         batch_rows=8,
         optimizer=OptimizerConfig(learning_rate=3e-3),
-        steps=160,
+        steps=180,
     ),
 )
