@@ -34,8 +34,8 @@ TARGET: TargetRecipe = TINY.target
 def test_questions_come_from_files_that_the_target_does_not_read() -> None:
     questions, held_out = TARGET.inputs()
     assert (len(questions), len(held_out)) == (TARGET.questions, TARGET.held_out)
-    read = {path.stem for path in TARGET.text.files("read")}
-    asked, judged = ({q.source for q in some} for some in (questions, held_out))
+    read = {path.name for path in TARGET.text.files("read")}
+    asked, judged = ({q.id.partition(":")[0] for q in some} for some in (questions, held_out))
     assert not read & asked and not read & judged and not asked & judged
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -24,17 +23,20 @@ class StandardLibrary:
 
     package: str
 
+    @property
+    def name(self) -> str:
+        return self.package or "standard library"
+
     def files(self, part: Part) -> list[Path]:
         """Ordered by path. Raises DataError where this Python has too few of them, as one whose
         library is an archive."""
-        root = Path(sysconfig.get_path("stdlib")) / self.package
-        names = (path.relative_to(root) for path in root.rglob("*.py"))
+        names = (path.relative_to(self._root) for path in self._root.rglob("*.py"))
         ordered = sorted((n for n in names if "site-packages" not in n.parts), key=Path.as_posix)
         if len(ordered) < _EVERY:
             raise DataError(
-                f"{root} holds {len(ordered)} Python files and at least {_EVERY} are needed"
+                f"{self._root} holds {len(ordered)} Python files and at least {_EVERY} are needed"
             )
-        return [root / name for i, name in enumerate(ordered) if _part(i) == part]
+        return [self._root / name for i, name in enumerate(ordered) if _part(i) == part]
 
     def texts(self, part: Part) -> list[bytes]:
         return [path.read_bytes() for path in self.files(part)]
@@ -43,7 +45,7 @@ class StandardLibrary:
         """Up to ``count`` passages of at most ``length`` bytes, each from the start of a line,
         spread evenly over the files. Where the files are short, passages overlap."""
         starts = [
-            (path, text, start)
+            (path.relative_to(self._root).as_posix(), text, start)
             for path, text in zip(self.files(part), self.texts(part), strict=True)
             for start in _line_starts(text)
             if start + length <= len(text)
@@ -51,21 +53,23 @@ class StandardLibrary:
         step = max(len(starts) / count, 1.0)
         chosen = (starts[int(i * step)] for i in range(min(count, len(starts))))
         return [
-            # a character that the cut went through is left out
             Question.of_text(
-                f"{path.name}:{start}", path.stem, _decoded(text[start : start + length])
+                f"{file}:{start}",
+                self.name,
+                # a character that the cut went through is left out
+                text[start : start + length].decode("utf-8", errors="ignore"),
             )
-            for path, text, start in chosen
+            for file, text, start in chosen
         ]
+
+    @property
+    def _root(self) -> Path:
+        return Path(sysconfig.get_path("stdlib")) / self.package
 
 
 def _part(index: int) -> Part:
     return {0: "held out", 1: "asked"}.get(index % _EVERY, "read")  # pyright: ignore[reportReturnType]
 
 
-def _line_starts(text: bytes) -> Sequence[int]:
+def _line_starts(text: bytes) -> list[int]:
     return [i + 1 for i, byte in enumerate(text[:-1]) if byte == ord("\n")]
-
-
-def _decoded(passage: bytes) -> str:
-    return passage.decode("utf-8", errors="ignore")

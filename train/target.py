@@ -46,7 +46,7 @@ def make_target(
     server and transformers open. Float32 throughout: it is small."""
     pair = Pair.of(recipe.config, None, sharding, jnp.dtype(jnp.float32))
     stream = byte_stream(recipe.text.texts("read"))
-    report(f"target: {len(stream)} bytes of {recipe.text.package or 'the standard library'}")
+    report(f"target: {len(stream)} bytes of {recipe.text.name}")
     params = train_language_model(pair, stream, recipe.language_model, report=report)
     export_target(folder, recipe.config, params, jnp.float32)
     byte_tokenizer(recipe.config.max_position_embeddings).save_pretrained(folder)
