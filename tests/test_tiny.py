@@ -77,8 +77,9 @@ def test_a_whole_run_accepts_two_tokens_a_cycle_at_both_temperatures(tmp_path: P
         assert tau >= 2 and start < 1.3
     print(f"the whole run: {time.perf_counter() - started:.0f} s")
 
-    with run_server(lambda: dflash_jax.load(target, draft, engine=TINY.evaluation)) as server:
-        reply = server.openai().chat.completions.create(
+    serve = run_server(lambda: dflash_jax.load(target, draft, engine=TINY.evaluation))
+    with serve as server, server.openai() as client:
+        reply = client.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": held_out[0].messages[0]["content"]}],
             max_tokens=32,
