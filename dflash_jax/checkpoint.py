@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from dflash_jax.config import DraftConfig, RopeConfig
+from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig, TransformerConfig
 from dflash_jax.tensor_source import (
     SINGLE_FILE,
     CheckpointError,
@@ -32,6 +32,7 @@ __all__ = [
     "TensorSource",
     "draft_tensor_name",
     "export_draft",
+    "export_target",
     "load_params",
     "open_source",
     "target_tensor_name",
@@ -178,30 +179,64 @@ def export_draft(
 
     ``params``: by dotted path, as from load_params. Source: docs/dflash.md, section 3.
     """
+    _export(folder, draft_config_json(config, jnp.dtype(dtype).name), params, dtype)
+
+
+def export_target(
+    folder: Path,
+    config: TargetConfig,
+    params: Mapping[str, jax.Array],
+    dtype: jnp.dtype | type | str = jnp.bfloat16,
+) -> None:
+    """Write a target as HF does (config.json, model.safetensors); its tokenizer is the caller's.
+
+    ``params``: by dotted path, as from load_params.
+    """
+    _export(folder, target_config_json(config, jnp.dtype(dtype).name), params, dtype)
+
+
+def _export(
+    folder: Path,
+    config: Mapping[str, object],
+    params: Mapping[str, jax.Array],
+    dtype: jnp.dtype | type | str,
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = jnp.dtype(dtype)
     tensors: dict[str, np.ndarray] = {}
     for path, value in params.items():
-        tensor = np.asarray(value).astype(dtype)
+        tensor = np.asarray(value).astype(jnp.dtype(dtype))
         tensors[_hf_name(path)] = np.ascontiguousarray(tensor.T if _is_kernel(path) else tensor)
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
-    text = json.dumps(draft_config_json(config, dtype.name), indent=2)
-    (folder / "config.json").write_text(text + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def draft_config_json(config: DraftConfig, dtype: str) -> dict[str, object]:
-    """``config.json`` of an exported draft; hf_config.draft_config reads the same config back.
+def target_config_json(config: TargetConfig, dtype: str) -> dict[str, object]:
+    """``config.json`` of an exported target; hf_config.target_config reads the same config back.
 
-    Raises ValueError for layers whose causality differs in a way that no published key says.
+    Raises ValueError for a mix of architecture and q/k norms that HF has no class for.
     """
-    if len({w for w in config.windows if w is not None}) > 1:
-        raise ValueError(f"one sliding_window serves all layers, got {config.windows}")
+    if config.qk_norm != (config.architecture == "qwen3"):
+        raise ValueError(f"{config.architecture} with qk_norm={config.qk_norm} has no HF class")
+    ends = list(config.eos_token_ids)
+    return {
+        "architectures": [_CLASSES[config.architecture]],
+        "model_type": config.architecture,
+        **_transformer_json(config),
+        "layer_types": ["full_attention"] * config.num_layers,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "dtype": dtype,
+    }
+
+
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def _transformer_json(config: TransformerConfig) -> dict[str, object]:
+    """The keys that target and draft share."""
     scaling = rope_scaling_json(config.rope)
     return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "block_size": config.block_size,
-        "num_target_layers": config.num_target_layers,
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -217,13 +252,29 @@ def draft_config_json(config: DraftConfig, dtype: str) -> dict[str, object]:
             **(scaling or {"rope_type": "default"}),
         },
         "max_position_embeddings": config.max_position_embeddings,
+        "attention_bias": False,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def draft_config_json(config: DraftConfig, dtype: str) -> dict[str, object]:
+    """``config.json`` of an exported draft; hf_config.draft_config reads the same config back.
+
+    Raises ValueError for layers whose causality differs in a way that no published key says.
+    """
+    if len({w for w in config.windows if w is not None}) > 1:
+        raise ValueError(f"one sliding_window serves all layers, got {config.windows}")
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "num_target_layers": config.num_target_layers,
+        **_transformer_json(config),
         "layer_types": [
             "full_attention" if w is None else "sliding_attention" for w in config.windows
         ],
         "sliding_window": next((w for w in config.windows if w is not None), None),
         "use_sliding_window": any(w is not None for w in config.windows),
-        "attention_bias": False,
-        "vocab_size": config.vocab_size,
         "tie_word_embeddings": False,
         "dtype": dtype,
         "dflash_config": {

@@ -82,10 +82,12 @@ class DraftConfig(TransformerConfig):
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
-    """Taps for training a new draft: L=36, n=5 -> (1, 9, 17, 25, 33). Never used to guess a
-    loaded draft's taps: a checkpoint states its own."""
+    """Taps for training a new draft: L=36, n=5 -> (1, 9, 17, 25, 33); every layer where n = L.
+    Never used to guess a loaded draft's taps: a checkpoint states its own."""
     if num_taps < 1 or num_target_layers < num_taps:
         raise ValueError(f"num_taps must be in 1..{num_target_layers}, got {num_taps}")
+    if num_taps == num_target_layers:
+        return tuple(range(num_taps))
     if num_taps == 1:
         return (num_target_layers // 2,)
     steps = (1 + i * (num_target_layers - 4) / (num_taps - 1) for i in range(num_taps))

@@ -20,6 +20,7 @@ def test_defaults_serve_the_embedded_pair():
     ("flags", "field", "value"),
     [
         (["--model-path", "x"], "model", "x"),
+        (["--target", "x"], "model", "x"),
         (["--speculative-draft-model-path", "d"], "draft", "d"),
         (["--speculative-num-draft-tokens", "8"], "block_size", 8),
         (["--num-speculative-tokens", "7"], "block_size", 8),

@@ -20,13 +20,20 @@ from dflash_jax.checkpoint import (
     draft_config_json,
     draft_tensor_name,
     export_draft,
+    export_target,
     load_params,
     open_source,
+    target_config_json,
     target_tensor_name,
 )
 from dflash_jax.config import RopeConfig, TargetConfig
 from dflash_jax.decoder import Pair
-from dflash_jax.hf_config import draft_config, read_draft_config, read_target_config
+from dflash_jax.hf_config import (
+    draft_config,
+    read_draft_config,
+    read_target_config,
+    target_config,
+)
 from dflash_jax.sharding import Sharding, make_mesh
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -221,6 +228,34 @@ def test_an_exported_config_reads_back_whatever_its_layers() -> None:
         draft_config_json(replace(base, causal=(True, False)), "bfloat16")
     with pytest.raises(ValueError, match="one sliding_window"):
         draft_config_json(replace(base, windows=(8, 16), causal=(True, True)), "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["llama-scaled", "qwen3-tied-b16", "qwen3-untied"])
+def test_an_exported_target_is_the_target_that_was_loaded(tmp_path: Path, name: str) -> None:
+    folder = GOLDENS / name / "target"
+    config = read_target_config(folder)
+    source = open_source(folder)
+    rename = target_tensor_name(tie_word_embeddings=config.tie_word_embeddings)
+    params = load_params(abstract_of(source, rename), source, rename)
+    export_target(tmp_path, config, params, jnp.float32)
+    assert read_target_config(tmp_path) == config
+    ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path, folder))
+    assert ours.keys() == theirs.keys()
+    for tensor in ours:
+        np.testing.assert_array_equal(ours[tensor], theirs[tensor])
+
+
+def test_an_exported_target_config_reads_back_whatever_its_ends_and_rope() -> None:
+    base = read_target_config(UNTIED / "target")
+    llama = replace(base, architecture="llama", qk_norm=False)
+    for config in (
+        replace(base, eos_token_ids=(), bos_token_id=None),
+        replace(base, eos_token_ids=(2, 5), rope=RopeConfig(1e6, "yarn", 4.0, 64)),
+        replace(llama, rope=RopeConfig(5e5, "llama3", 8.0, 64), tie_word_embeddings=True),
+    ):
+        assert target_config(target_config_json(config, "float32")) == config
+    with pytest.raises(ValueError, match="llama with qk_norm=True has no HF class"):
+        target_config_json(replace(llama, qk_norm=True), "float32")
 
 
 def sharded(folder: Path, weight_map: dict[str, object]) -> Path:

@@ -305,7 +305,7 @@ def test_default_taps_are_usable_or_refused(layers: int, taps: int) -> None:
     try:
         ids = default_target_layer_ids(layers, taps)
     except ValueError:
-        closer_than_one = taps > 1 and layers - 4 < taps - 1
+        closer_than_one = 1 < taps < layers and layers - 4 < taps - 1
         assert taps == 0 or taps > layers or closer_than_one
         return
     assert ids == tuple(sorted(set(ids))) and ids[0] >= 0 and ids[-1] < layers
@@ -314,6 +314,7 @@ def test_default_taps_are_usable_or_refused(layers: int, taps: int) -> None:
 def test_default_taps_are_the_papers() -> None:
     assert default_target_layer_ids(36, 5) == (1, 9, 17, 25, 33)
     assert default_target_layer_ids(36, 1) == (18,)
+    assert default_target_layer_ids(2, 2) == (0, 1)
 
 
 def test_generation_config_adds_end_ids(tmp_path: Path) -> None:

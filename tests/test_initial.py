@@ -71,10 +71,23 @@ def test_the_context_is_the_last_tap_as_the_next_layer_would_norm_it(pair) -> No
 
 def test_what_the_target_lacks_starts_neutral() -> None:
     """A Llama target has no q/k norms; a tap of the last layer has no layer after it."""
-    pair, params = tiny_pair(target={"architecture": "llama", "qk_norm": False})
+    pair, params = tiny_pair(
+        target={"architecture": "llama", "qk_norm": False}, draft={"target_layer_ids": (2,)}
+    )
     draft = draft_from_target(pair, params.target, seed=0)
     np.testing.assert_array_equal(draft["layers.0.self_attn.q_norm.weight"], np.ones(8))
     norm = params.target["model.layers.2.input_layernorm.weight"]
+    np.testing.assert_array_equal(draft["hidden_norm.weight"], norm)
+
+
+def test_a_tap_that_a_layer_reads_comes_before_one_that_none_does() -> None:
+    """Taps after layers 0 and 2 of three: the last layer reads what comes after layer 1."""
+    pair, params = tiny_pair()
+    draft = draft_from_target(pair, params.target, seed=0)
+    fc = np.zeros((48, 24), np.float32)
+    fc[:24] = np.eye(24)
+    np.testing.assert_array_equal(draft["fc.kernel"], fc)
+    norm = params.target["model.layers.1.input_layernorm.weight"]
     np.testing.assert_array_equal(draft["hidden_norm.weight"], norm)
 
 

@@ -11,6 +11,10 @@ import pytest
 
 import dflash_jax
 from dflash_jax import EngineConfig
+from dflash_jax.checkpoint import export_target
+from dflash_jax.decoder import Pair
+from dflash_jax.hf_config import read_target_config
+from dflash_jax.sharding import Sharding, make_mesh
 from dflash_jax.testing import target_oracle
 
 # float32 on both sides, sums in two orders: 1e-6 each over a few layers. A wrong layout is > 1e-1.
@@ -111,6 +115,35 @@ def features_at(llm: dflash_jax.LLM, tokens: list[int], tap: int) -> jax.Array:
 
 def assert_close(got: np.ndarray, expected: np.ndarray) -> None:
     assert np.abs(got - expected).max() <= TOLERANCE * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_reads_what_we_export(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="the oracle is transformers in torch: `parity`")
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+    kind, changes = MODELS[name]
+    config_class = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]
+    config_class(**{**SIZES, **changes}).save_pretrained(tmp_path)
+    config = read_target_config(tmp_path)
+    pair = Pair.of(config, None, Sharding(make_mesh()), jnp.dtype(jnp.float32))
+    random = np.random.default_rng(0)
+    params = {
+        name: jnp.asarray(random.normal("norm" in name, 0.2, leaf.shape), jnp.float32)
+        for name, leaf in pair.target.abstract.items()
+    }
+    export_target(tmp_path / "exported", config, params, jnp.float32)
+
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported", output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    llm = dflash_jax.load(tmp_path / "exported", engine=EngineConfig(max_num_seqs=1))
+    assert llm.pair.target_config == config
+    tokens = random.integers(3, 90, 70).tolist()
+    with torch.no_grad():
+        theirs = model.eval()(torch.tensor([tokens])).logits[0].numpy()
+    assert_close(target_oracle(llm.pair, llm.engine.params, tokens)[0], theirs)
 
 
 HEAPQ_SHA256 = "6d43277e5c76fc0f073cd388fcff852d14d068f6bb6d4886c340f8b75a1229a9"

@@ -1,8 +1,9 @@
 """Where a draft starts: at random, or from the target's own last layers.
 
 The second has the shapes for it when draft and target agree in width, heads and ffn. Its context
-feature starts as the last tap, normed as the target's next layer would norm it, so every layer's
-k_proj and v_proj see what they were trained on, and its outputs are already what the head reads.
+feature starts as the last tap before the target's last layer, normed as the target's next layer
+would norm it, so every layer's k_proj and v_proj see what they were trained on, and its outputs are
+already what the head reads.
 """
 
 import jax
@@ -43,13 +44,16 @@ def draft_from_target(pair: Pair, target: Params, seed: int) -> dict[str, jax.Ar
                 "draft and target must agree in width, heads and ffn"
             )
         params[name] = target[source]
-    width, taps = config.target_hidden_size, len(config.target_layer_ids)
-    last_tap = (
-        jnp.zeros((taps, width, config.hidden_size), jnp.float32)
-        .at[-1]
+    width, taps = config.target_hidden_size, config.target_layer_ids
+    last_layer = config.num_target_layers - 1
+    tap = max((i for i, layer in enumerate(taps) if layer < last_layer), default=len(taps) - 1)
+    projection = (
+        jnp.zeros((len(taps), width, config.hidden_size), jnp.float32)
+        .at[tap]
         .set(jnp.eye(width, config.hidden_size, dtype=jnp.float32))
     )
-    params["fc.kernel"] = last_tap.reshape(taps * width, -1).astype(params["fc.kernel"].dtype)
-    after = min(config.target_layer_ids[-1] + 1, config.num_target_layers - 1)
+    fc = params["fc.kernel"]
+    params["fc.kernel"] = projection.reshape(fc.shape).astype(fc.dtype)
+    after = min(taps[tap] + 1, last_layer)
     params["hidden_norm.weight"] = target[f"model.layers.{after}.input_layernorm.weight"]
     return params

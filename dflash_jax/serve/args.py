@@ -40,7 +40,7 @@ class ServeArgs:
 
     model: str | None = flag(
         "target: HF folder, .gguf file or hub name; without it the embedded pair is served",
-        "--model", "--model-path",
+        "--model", "--model-path", "--target",
     )  # fmt: skip
     draft: str | None = flag(
         "DFlash draft: folder or hub name; without it --model decodes plainly",

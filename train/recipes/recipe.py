@@ -7,21 +7,22 @@ from dflash_jax.config import DraftConfig, TargetConfig, default_target_layer_id
 from dflash_jax.engine import EngineConfig
 from dflash_jax.request import SamplingParams
 from train.loop import LoopConfig
+from train.target import TargetRecipe
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """A draft to train: its shape, its data and its schedule.
 
-    ``target`` None is the embedded target. ``initial``: random weights, or the target's last
-    layers. ``self_written``: user turns that the target writes itself, beside the given prompts.
-    ``answers``: the settings under which the target answers, each for an equal share of the
-    prompts. ``engine`` writes answers, ``evaluation`` decodes. ``row_length``: tokens of a packed
-    training row.
+    ``target``: a path or Hub id, None for the embedded target, or how to train one first.
+    ``initial``: random weights, or the target's last layers. ``self_written``: user turns that the
+    target writes itself, beside the given prompts. ``answers``: the settings under which the target
+    answers, each for an equal share of the prompts. ``engine`` writes answers, ``evaluation``
+    decodes. ``row_length``: tokens of a packed training row.
     """
 
     name: str
-    target: str | None
+    target: TargetRecipe | str | None
     initial: Literal["random", "target"]
     num_layers: int
     intermediate_size: int

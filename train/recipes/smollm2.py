@@ -12,8 +12,10 @@ should do better.
 from dflash_jax.engine import EngineConfig
 from dflash_jax.request import SamplingParams
 from train.loop import LoopConfig
+from train.losses import LossConfig
 from train.objective import ObjectiveConfig
 from train.recipes.recipe import Recipe
+from train.step import OptimizerConfig
 
 SMOLLM2 = Recipe(
     name="smollm2",
@@ -43,9 +45,9 @@ SMOLLM2 = Recipe(
     ),
     row_length=512,
     loop=LoopConfig(
-        objective=ObjectiveConfig(anchors=64, gamma=4.0, anchor_group=64),
+        objective=ObjectiveConfig(anchors=64, loss=LossConfig(gamma=4.0)),
         batch_rows=16,
-        learning_rate=1e-3,
+        optimizer=OptimizerConfig(learning_rate=1e-3),
         steps=20_000,
     ),
 )
