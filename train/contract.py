@@ -22,12 +22,10 @@ def contract_of(
     assert pair.draft_config is not None
     loss = dataclasses.asdict(config.objective.loss)
     del loss["slice_blocks"]
-    sums = checksums(dict(target_params))
-    weights = hashlib.sha256("".join(sums[name] for name in sorted(sums)).encode()).hexdigest()
     return {
         "target": {
             "config": dataclasses.asdict(pair.target_config),
-            "weights": weights,
+            "weights": weights_digest(target_params),
             "dtype": pair.dtype.name,
         },
         "draft": draft_config_json(pair.draft_config, "float32"),
@@ -41,3 +39,9 @@ def contract_of(
         },
         "data": data,
     }
+
+
+def weights_digest(params: Params) -> str:
+    """One hash of all weights, the same on every mesh."""
+    sums = checksums(dict(params))
+    return hashlib.sha256("".join(sums[name] for name in sorted(sums)).encode()).hexdigest()

@@ -1,11 +1,13 @@
 """What a recipe states."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from dflash_jax.config import DraftConfig, TargetConfig, default_target_layer_ids
 from dflash_jax.engine import EngineConfig
 from dflash_jax.request import SamplingParams
+from dflash_jax.speculative import DraftSampling
 from train.loop import LoopConfig
 from train.target import TargetRecipe
 
@@ -15,42 +17,68 @@ class Recipe:
     """A draft to train: its shape, its data and its schedule.
 
     ``target``: a path or Hub id, None for the embedded target, or how to train one first.
-    ``initial``: random weights, or the target's last layers. ``self_written``: user turns that the
+    ``initial``: random weights, or the target's last layers. ``intermediate_size`` and
+    ``max_position_embeddings``: None takes the target's. ``self_written``: user turns that the
     target writes itself, beside the given prompts. ``answers``: the settings under which the target
-    answers, each for an equal share of the prompts. ``engine`` writes answers, ``evaluation``
-    decodes. ``row_length``: tokens of a packed training row.
+    answers, each for an equal share of the prompts. ``template_variables``: of the chat template,
+    in answers and evaluation. ``engine`` writes answers, ``evaluation`` decodes up to
+    ``evaluation_tokens`` under every combination of the ``evaluated_*``. ``row_length``: tokens of
+    a packed training row. ``held_out_share``: of the samples, to choose the best checkpoint by.
     """
 
     name: str
     target: TargetRecipe | str | None
     initial: Literal["random", "target"]
     num_layers: int
-    intermediate_size: int
+    intermediate_size: int | None
     num_taps: int
     block_size: int
     mask_token_id: int
-    max_position_embeddings: int
+    max_position_embeddings: int | None
     self_written: int
     answers: tuple[SamplingParams, ...]
     engine: EngineConfig
     evaluation: EngineConfig
     row_length: int
     loop: LoopConfig
+    shape: TargetConfig | None = None
+    template_variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    held_out_share: float = 0.0
+    evaluated_blocks: tuple[int, ...] = (16, 8, 4)
+    evaluated_temperatures: tuple[float, ...] = (0.0, 1.0)
+    evaluated_sampling: tuple[DraftSampling, ...] = ("coupled",)
+    evaluation_tokens: int = 256
+    evaluate_untrained: bool = False
+
+    def __post_init__(self):
+        if self.loop.objective.anchors > self.row_length:
+            raise ValueError(
+                f"objective.anchors {self.loop.objective.anchors} cannot be more than row_length "
+                f"{self.row_length}"
+            )
+        if not 0 <= self.held_out_share < 1:
+            raise ValueError(f"held_out_share must be in [0, 1), got {self.held_out_share}")
+        if self.evaluated_blocks and max(self.evaluated_blocks) > self.block_size:
+            raise ValueError(
+                f"evaluated_blocks {self.evaluated_blocks} cannot be more than block_size "
+                f"{self.block_size}"
+            )
 
     def draft_config(self, target: TargetConfig) -> DraftConfig:
         """The draft: the target's widths and heads, this recipe's depth and ffn."""
         full = (None,) * self.num_layers
+        longest = self.max_position_embeddings or target.max_position_embeddings
         return DraftConfig(
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
-            intermediate_size=self.intermediate_size,
+            intermediate_size=self.intermediate_size or target.intermediate_size,
             num_layers=self.num_layers,
             num_heads=target.num_heads,
             num_kv_heads=target.num_kv_heads,
             head_dim=target.head_dim,
             rms_norm_eps=target.rms_norm_eps,
             rope=target.rope,
-            max_position_embeddings=self.max_position_embeddings,
+            max_position_embeddings=longest,
             block_size=self.block_size,
             mask_token_id=self.mask_token_id,
             target_layer_ids=default_target_layer_ids(target.num_layers, self.num_taps),

@@ -50,4 +50,6 @@ SMOLLM2 = Recipe(
         optimizer=OptimizerConfig(learning_rate=1e-3),
         steps=20_000,
     ),
+    held_out_share=0.005,
+    evaluated_sampling=("coupled", "argmax"),
 )

@@ -82,5 +82,10 @@ TINY = Recipe(
         batch_rows=8,
         optimizer=OptimizerConfig(learning_rate=3e-3),
         steps=180,
+        checkpoint_every=180,
     ),
+    held_out_share=0.03,
+    evaluated_blocks=(8,),
+    evaluation_tokens=ANSWER,
+    evaluate_untrained=True,
 )
