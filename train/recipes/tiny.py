@@ -80,7 +80,7 @@ TINY = Recipe(
         # KL, because the target's own distribution is what T = 1 is drawn from.
         objective=ObjectiveConfig(anchors=32, loss=LossConfig(gamma=4.0, kl=1.0)),
         batch_rows=8,
-        optimizer=OptimizerConfig(learning_rate=3e-3),
-        steps=180,
+        optimizer=OptimizerConfig("muon", learning_rate=1e-2),
+        steps=120,
     ),
 )
