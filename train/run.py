@@ -25,7 +25,7 @@ import dflash_jax
 from dflash_jax.checkpoint import export_draft, load_params, open_source, target_tensor_name
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
-from dflash_jax.generate import LLM, DType, find_pair
+from dflash_jax.generate import LLM, find_pair
 from dflash_jax.hf_config import read_target_config
 from dflash_jax.sharding import Sharding
 from dflash_jax.tokenizer import load_tokenizer
@@ -63,7 +63,6 @@ class Run:
     evaluation: Sequence[Question] = ()
     data: Sequence[Path] = ()
     target: str | None = None
-    dtype: DType = "bfloat16"
     seconds: float = math.inf
     features: bool = False
     mesh: tuple[int, int, int] = (0, 1, 1)
@@ -102,7 +101,7 @@ class Run:
         llm = self._load(engine=engine)
         settings = {
             "target": llm.name,
-            "dtype": self.dtype,
+            "dtype": self.recipe.dtype,
             "answers": [dataclasses.asdict(sampling) for sampling in recipe.answers],
             "self_written": recipe.self_written,
             "seed": recipe.loop.seed,
@@ -127,7 +126,7 @@ class Run:
     def train(self) -> bool:
         """Whether the run came to its end; if not, the same call goes on."""
         recipe, sharding = self.recipe, training_sharding(*self.mesh)
-        pair, params = load_target(self.target_name, sharding, jnp.dtype(self.dtype))
+        pair, params = load_target(self.target_name, sharding, jnp.dtype(self.recipe.dtype))
         draft_config = recipe.draft_config(pair.target_config)
         pair = Pair.of(pair.target_config, draft_config, sharding, pair.dtype)
         dataset, held_out = self._packed(pair.target_config.vocab_size)
@@ -151,7 +150,7 @@ class Run:
         if trained.finished:
             masters = multihost_utils.process_allgather(trained.draft, tiled=True)
             if jax.process_index() == 0:
-                export_draft(self.draft, draft_config, masters, jnp.bfloat16)
+                export_draft(self.draft, draft_config, masters, recipe.dtype)
                 self.report(f"exported step {trained.step} to {self.draft}")
         else:
             self.report(f"stopped after step {trained.step}; the same command goes on from there")
@@ -169,7 +168,7 @@ class Run:
         shared = {
             "target": llm.name,
             "draft": str(self.draft),
-            "dtype": self.dtype,
+            "dtype": self.recipe.dtype,
             "max_new_tokens": recipe.evaluation_tokens,
             "template_variables": recipe.template_variables,
         }
@@ -196,7 +195,7 @@ class Run:
         self.report(f"wrote {write_report(self.work)}")
 
     def _load(self, **options: Any) -> LLM:
-        return dflash_jax.load(self.target_name, dtype=self.dtype, **options)
+        return dflash_jax.load(self.target_name, dtype=self.recipe.dtype, **options)
 
     def _self_written(self, llm: LLM, path: Path) -> list[Question]:
         """Written once, and read where a run goes on: the answers' ids must stay theirs."""

@@ -14,7 +14,6 @@ import jax
 
 from dflash_jax.compilation_cache import default_compilation_cache_dir, keep_compilations
 from dflash_jax.flags import choices, flag
-from dflash_jax.generate import DType
 from train.questions import Question, read_questions
 from train.recipes import RECIPES, Recipe
 from train.run import Run
@@ -50,10 +49,6 @@ class RunArgs:
     target: str | None = flag(
         "HF folder, .gguf file or hub name, in place of the recipe's", "--target"
     )
-    dtype: DType = flag(
-        "of the target, and of the draft's products", "--dtype", default="bfloat16",
-        **choices(DType),
-    )  # fmt: skip
     seconds: float = flag(
         "budget of the stage regenerate, and of train", "--seconds", default=math.inf, type=float
     )
@@ -129,7 +124,6 @@ def run(name: str, args: RunArgs) -> int:
         else (),
         data=args.data,
         target=args.target,
-        dtype=args.dtype,
         seconds=args.seconds,
         features=args.offline_features,
         mesh=(args.data_parallel_size, args.fsdp_size, args.tensor_parallel_size),

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from dflash_jax.config import DraftConfig, TargetConfig, default_target_layer_ids
 from dflash_jax.engine import EngineConfig
+from dflash_jax.generate import DType
 from dflash_jax.request import SamplingParams
 from dflash_jax.speculative import DraftSampling
 from train.loop import LoopConfig
@@ -23,7 +24,8 @@ class Recipe:
     answers, each for an equal share of the prompts. ``template_variables``: of the chat template,
     in answers and evaluation. ``engine`` writes answers, ``evaluation`` decodes up to
     ``evaluation_tokens`` under every combination of the ``evaluated_*``. ``row_length``: tokens of
-    a packed training row. ``held_out_share``: of the samples, to choose the best checkpoint by.
+    a packed training row. ``dtype``: of the target, of the draft's products and of
+    the exported draft. ``held_out_share``: of the samples, to choose the best checkpoint by.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Recipe:
     evaluation: EngineConfig
     row_length: int
     loop: LoopConfig
+    dtype: DType = "bfloat16"
     shape: TargetConfig | None = None
     template_variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     held_out_share: float = 0.0

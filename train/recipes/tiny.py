@@ -84,6 +84,7 @@ TINY = Recipe(
         steps=120,
         checkpoint_every=120,
     ),
+    dtype="float32",
     held_out_share=0.03,
     evaluated_blocks=(8,),
     evaluation_tokens=ANSWER,
