@@ -52,7 +52,7 @@ class RowsWithFeatures:
         if missing:
             raise DataError(
                 f"{folder} lacks the features of {len(missing)} of {len(dataset)} rows, the first "
-                f"of row {missing[0]}; run the stage features again"
+                f"of row {missing[0]}; write_features writes what is missing"
             )
 
     def __len__(self) -> int:

@@ -68,7 +68,15 @@ class Recipe:
             )
 
     def draft_config(self, target: TargetConfig) -> DraftConfig:
-        """The draft: the target's widths and heads, this recipe's depth and ffn."""
+        """The draft: the target's widths and heads, this recipe's depth and ffn.
+
+        Raises ValueError where the mask token is none of the target's.
+        """
+        if not 0 <= self.mask_token_id < target.vocab_size:
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is not in the target's vocabulary, "
+                f"0..{target.vocab_size - 1}"
+            )
         full = (None,) * self.num_layers
         longest = self.max_position_embeddings or target.max_position_embeddings
         return DraftConfig(
