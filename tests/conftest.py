@@ -53,7 +53,7 @@ def run_command(
 
     def run(name: str, argv: Sequence[str]) -> tuple[object, str, str]:
         try:
-            status: object = commands.main(name, argv)
+            status: object = commands.main([name, *argv])
         except SystemExit as exit:  # argparse
             status = exit.code
         printed = capsys.readouterr()

@@ -116,5 +116,6 @@ def _take_up(file, path: Path) -> set[str]:
             raise DataError(f"{path}:{number}: not a line of answers: it must begin with an id")
         # The id alone: to parse millions of token ids for each would take minutes.
         ids.add(json.JSONDecoder().raw_decode(line[len(_ID) :].decode())[0])
-    file.truncate(end)
+    if end < file.tell():  # not otherwise: even cutting nothing makes the file look rewritten
+        file.truncate(end)
     return ids

@@ -13,7 +13,7 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,31 @@ class Run:
     @property
     def draft(self) -> Path:
         return self.work / "draft"
+
+    def check(self, stages: Collection[str]) -> None:
+        """Raises ValueError naming what the recipe, the target or the devices would make fail in
+        one of ``stages``, before anything slow begins."""
+        recipe = self.recipe
+        if not set(stages) - {"report"}:
+            return
+        if {"target", "train"} & set(stages):
+            training_sharding(*self.mesh)
+        if isinstance(recipe.target, TargetRecipe) and self.target is None:
+            config = recipe.target.config
+        else:
+            path, _ = find_pair(self.target_name, None, speculation=False)
+            config = read_target_config(path)
+        recipe.draft_config(config)
+        if not recipe.mask_token_id < config.vocab_size:
+            raise ValueError(
+                f"mask_token_id must be in 0..{config.vocab_size - 1}, got {recipe.mask_token_id}"
+            )
+        if "train" in stages and self.features and recipe.loop.objective.loss.kl:
+            raise ValueError(
+                "--offline-features: the recipe's loop.objective.loss.kl is "
+                f"{recipe.loop.objective.loss.kl}, and KL needs the target itself in every step; "
+                "leave the flag out, or --set loop.objective.loss.kl=0"
+            )
 
     def make_target(self) -> None:
         recipe, folder = self.recipe.target, self.work / "target"

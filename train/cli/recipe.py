@@ -4,18 +4,19 @@ python -m train qwen3-4b --prompts prompts.jsonl --evaluation eval.jsonl --work 
 """
 
 import dataclasses
-import json
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 
 from dflash_jax.compilation_cache import default_compilation_cache_dir, keep_compilations
 from dflash_jax.flags import choices, flag
+from train.cli.overrides import with_overrides
 from train.questions import Question, read_questions
-from train.recipes import RECIPES, Recipe
+from train.recipes import RECIPES
 from train.run import Run
 from train.samples import DataError
 from train.target import TargetRecipe
@@ -128,7 +129,7 @@ def run(name: str, args: RunArgs) -> int:
         features=args.offline_features,
         mesh=(args.data_parallel_size, args.fsdp_size, args.tensor_parallel_size),
         max_bad_share=args.max_bad_share,
-        report=print if jax.process_index() == 0 else _silent,
+        report=functools.partial(print, flush=True) if jax.process_index() == 0 else _silent,
     )
     job = _with_own_questions(job)
     stages = _stages(job, args.stage)
@@ -137,6 +138,7 @@ def run(name: str, args: RunArgs) -> int:
             "several processes run the stage train alone (--stage train); answer with `python -m "
             "train regenerate --shard I/N`, one process a shard, and evaluate with one process"
         )
+    job.check(stages)
     args.work.mkdir(parents=True, exist_ok=True)
     for stage in stages:
         if stage == "target":
@@ -151,57 +153,6 @@ def run(name: str, args: RunArgs) -> int:
         else:
             job.write_report()
     return 0
-
-
-def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """``recipe`` with FIELD=VALUE applied, dots leading into its parts; values are JSON, or plain
-    text for a string. Raises ValueError naming a field that is not there, and those that are."""
-    for override in overrides:
-        path, equals, text = override.partition("=")
-        if not equals:
-            raise ValueError(f"--set wants FIELD=VALUE, got {override!r}")
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = text
-        recipe = _replace(recipe, path.split("."), value, override)
-    return recipe
-
-
-def _replace(part: Any, path: Sequence[str], value: Any, override: str) -> Any:
-    name, *rest = path
-    fields = {field.name for field in dataclasses.fields(part)}
-    if name not in fields:
-        raise ValueError(
-            f"--set {override}: {type(part).__name__} has no field {name!r}; it has "
-            f"{', '.join(sorted(fields))}"
-        )
-    held = getattr(part, name)
-    if rest:
-        if not dataclasses.is_dataclass(held):
-            raise ValueError(f"--set {override}: {name} has no parts")
-        value = _replace(held, rest, value, override)
-    elif dataclasses.is_dataclass(held):
-        parts = ", ".join(f"{name}.{field.name}" for field in dataclasses.fields(held))
-        raise ValueError(f"--set {override}: set one of {parts}")
-    else:
-        value = _like(held, value, override)
-    return dataclasses.replace(part, **{name: value})
-
-
-def _like(held: Any, value: Any, override: str) -> Any:
-    """``value`` as what it takes the place of: a tuple for a tuple, no text for a number."""
-    if isinstance(held, tuple) and isinstance(value, list):
-        return tuple(value)
-    numbers = isinstance(held, int | float) and not isinstance(held, bool)
-    kinds = (int, float) if isinstance(held, float) else type(held)
-    fits = value is None or held is None or isinstance(value, kinds)
-    fits &= not (numbers and isinstance(value, bool))
-    if not fits:
-        raise ValueError(
-            f"--set {override}: {value!r} cannot take the place of {held!r} ({type(held).__name__})"
-        )
-    return value
 
 
 def _with_own_questions(job: Run) -> Run:
