@@ -1,90 +1,102 @@
 """``python -m train`` as its user meets it: a whole small run, and what it says of mistakes."""
 
-import dataclasses
 import json
-import re
-from collections.abc import Sequence
+import math
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
-from tiny_model import write_model
+from tiny_model import make_tokenizer, write_model
+from training_process import SMALL, losses, write_data
 
 import dflash_jax
 from dflash_jax import EngineConfig, SamplingParams
 from dflash_jax.testing import Tally, assert_same_tokens
-from train import __main__ as program
-from train.loop import LoopConfig
-from train.objective import ObjectiveConfig
+from train.cli.overrides import with_overrides
+from train.evaluate import Setting
 from train.recipes import RECIPES
+from train.recipes.smollm2 import SMOLLM2
+from train.recipes.tiny import TINY
 
 ENGINE = EngineConfig(max_num_seqs=4, max_model_len=96, prefill_tokens=64, batch_buckets=(4,))
-TINY = dataclasses.replace(
-    RECIPES["smollm2"],
-    name="tiny",
-    initial="random",
-    num_layers=1,
-    intermediate_size=32,
-    num_taps=2,
-    block_size=4,
-    mask_token_id=287,
-    max_position_embeddings=512,
-    self_written=2,
-    answers=(
-        SamplingParams(max_new_tokens=24),
-        SamplingParams(temperature=0.6, seed=1, max_new_tokens=24),
-    ),
-    engine=dataclasses.replace(ENGINE, seed=1),
-    evaluation=ENGINE,
-    row_length=64,
-    loop=LoopConfig(
-        ObjectiveConfig(anchors=16, gamma=4.0, anchor_group=8),
-        batch_rows=2,
-        learning_rate=1e-2,
-        steps=20,
-        log_every=10,
-    ),
-)
+DECODING = [
+    f"{engine}.{field}"
+    for engine in ("engine", "evaluation")
+    for field in ("max_num_seqs=4", "max_model_len=96", "prefill_tokens=64", "batch_buckets=[4]")
+]
+SETTINGS = [
+    *SMALL, *DECODING, "self_written=2", "evaluation_tokens=20", "evaluated_blocks=[4, 2]",
+    "evaluated_temperatures=[0]", "loop.steps=8", "loop.checkpoint_every=4",
+    'answers=[{"max_new_tokens": 24}, {"temperature": 0.6, "seed": 1, "max_new_tokens": 24}]',
+]  # fmt: skip
 TEXTS = ["the cat", "and the hat", "hat cat", "x", "a hat", "the the", "\u2028 cat", "that"]
+RunCommand = Callable[[str, Sequence[str]], tuple[object, str, str]]
+Train = Callable[..., tuple[object, str, str]]
 
 
-def write_prompts(path: Path, texts: Sequence[str]) -> Path:
-    lines = (
-        json.dumps({"id": f"p{i}", "source": "s", "text": text}, ensure_ascii=False)
-        for i, text in enumerate(texts)
-    )
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def write_lines(path: Path, lines: Sequence[object]) -> Path:
+    texts = (json.dumps(line, ensure_ascii=False) for line in lines)
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
     return path
 
 
+def write_prompts(path: Path, texts: Sequence[str] = TEXTS) -> Path:
+    lines = [{"id": f"p{i}", "source": "s", "text": text} for i, text in enumerate(texts)]
+    return write_lines(path, lines)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))[0]
+
+
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(RECIPES, "tiny", TINY)
-    # Each setting compiles an engine.
-    monkeypatch.setattr(program, "EVALUATED", (program.EVALUATED[0], program.EVALUATED[-1]))
-    return "tiny"
+def train(target: Path, run_command: RunCommand, compilation_cache: list[str]) -> Train:
+    """Runs smollm2 made small: (exit status, stdout, stderr)."""
+
+    def run(
+        *arguments: object, work: Path, settings: Sequence[str] = ()
+    ) -> tuple[object, str, str]:
+        argv = ["--work", work, "--data-parallel-size", 1, *compilation_cache, *arguments]
+        argv += () if "--target" in arguments else ("--target", target)
+        argv += ["--set", *SETTINGS, *settings]
+        return run_command("smollm2", [str(argument) for argument in argv])
+
+    return run
 
 
-def test_a_whole_run_makes_a_draft_that_serves(tiny: str, tmp_path: Path) -> None:
-    target, _ = write_model(tmp_path)
+def test_a_whole_run_makes_a_draft_that_serves(train: Train, target: Path, tmp_path: Path) -> None:
     work = tmp_path / "made" / "work"
-    prompts = write_prompts(tmp_path / "prompts.jsonl", TEXTS)
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
     held_out = write_prompts(tmp_path / "evaluation.jsonl", ["a cat", "the hat and"])
-    arguments = [tiny, "--work", work, "--target", target, "--prompts", prompts]
-    arguments += ["--evaluation", held_out, "--dtype", "float32", "--max-new-tokens", 20]
-    program.main([str(argument) for argument in arguments])
+    arguments = ["--prompts", prompts, "--evaluation", held_out]
+    status, out, err = train(*arguments, work=work)
+    assert status == 0, err
+    assert "exported step 8 to " in out and f"wrote {work / 'report.html'}" in out
 
-    answers = [json.loads(line) for line in (work / "answers.jsonl").read_text().splitlines()]
-    assert len({answer["id"] for answer in answers}) == len(answers) >= 4
-    log = [json.loads(line) for line in (work / "train.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in log] == [10, 20] and log[1]["loss"] < log[0]["loss"]
-    results = json.loads((work / "evaluation.json").read_text())["results"]
-    settings = [(r["block_size"], r["draft_sampling"], r["temperature"]) for r in results]
-    assert settings == [(4, "argmax", 0.0), (4, "argmax", 1.0), (2, "argmax", 0.0)]
-    assert all(r["questions"] == 2 and r["raw_tau"] >= 0.9 for r in results)
+    def read(name: str) -> list[dict]:
+        lines = (work / "answers" / name).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
 
-    drafted = dflash_jax.load(target, work / "draft", engine=ENGINE)
-    plain = dflash_jax.load(target, engine=ENGINE)
-    assert drafted.pair.draft_config == TINY.draft_config(drafted.pair.target_config)
+    file = "answers-00000-of-00001.jsonl"
+    asked = [line["id"] for line in read(file) + read(f"{file}.skipped")]
+    asked_itself = [line["id"] for line in read("self_written.jsonl")]
+    assert sorted(asked) == sorted([*(f"p{i}" for i in range(len(TEXTS))), *asked_itself])
+    curve = losses(work)
+    assert [step for step, _ in curve] == list(range(1, 9)) and curve[-1][1] < curve[0][1]
+    evaluation = json.loads((work / "evaluation.json").read_text())
+    assert evaluation["settings"]["target"] == str(target)
+    fields = ("block_size", "temperature", "draft_sampling")
+    measured = [Setting(*(r[name] for name in fields)) for r in evaluation["results"]]
+    assert measured == [Setting(4, 0.0, "coupled"), Setting(2, 0.0, "coupled")]
+    assert all(r["questions"] == 2 and r["raw_tau"] >= 0.9 for r in evaluation["results"])
+
+    drafted = dflash_jax.load(target, work / "draft", dtype="float32", engine=ENGINE)
+    plain = dflash_jax.load(target, dtype="float32", engine=ENGINE)
+    recipe = with_overrides(SMOLLM2, SETTINGS)
+    assert drafted.pair.draft_config == recipe.draft_config(drafted.pair.target_config)
     tally = Tally()
     for temperature in (0.0, 0.8):
         sampling = SamplingParams(temperature, seed=7, max_new_tokens=30, ignore_eos=True)
@@ -96,80 +108,178 @@ def test_a_whole_run_makes_a_draft_that_serves(tiny: str, tmp_path: Path) -> Non
             assert_same_tokens(drafted.pair, params, ids, sampling, *outputs, tally)
     tally.check()
 
+    names = ("answers", "packed", "checkpoints")
+    before = {name: written_at(work / name) for name in names}
+    log = (work / "train.jsonl").read_text()
+    assert train(*arguments, "--stage", "regenerate", "train", work=work)[0] == 0
+    assert {name: written_at(work / name) for name in names} == before
+    assert (work / "train.jsonl").read_text() == log
 
-def test_mistakes_are_named_in_one_line(
-    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+
+def written_at(folder: Path) -> dict[str, int]:
+    """Every file, and when it was written last."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_mtime_ns
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_conversations_in_place_of_answers(train: Train, target: Path, tmp_path: Path) -> None:
+    """A line that is malformed is named; more of them than allowed end the run."""
+    chats = [
+        {
+            "id": str(i),
+            "messages": [
+                {"role": "user", "content": text},
+                {"role": "assistant", "content": f"{text} and the hat {i}"},
+            ],
+        }
+        for i, text in enumerate(TEXTS * 3)
+    ]
+    data = write_lines(tmp_path / "data.jsonl", [*chats, {"messages": []}])
+    chatting = Path(shutil.copytree(target, tmp_path / "target"))
+    tokenizer = make_tokenizer()
+    # Where an answer is asked for, the prompt must begin as the answered conversation does.
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("}assistant:", "}<s>assistant:")
+    tokenizer.save_pretrained(chatting)
+    arguments = ["--data", data, "--target", chatting, "--stage", "train"]
+    work = tmp_path / "work"
+    status, out, err = train(*arguments, work=work)
+    assert status == 2 and f"{data}:{len(chats) + 1}: " in err
+    assert not (work / "packed" / "train").exists()
+    arguments += ["--max-bad-share", 0.1]
+    status, out, err = train(*arguments, work=work, settings=["loop.steps=2"])
+    assert status == 0 and f"{len(chats)} documents" in out
+    assert (work / "draft" / "model.safetensors").is_file()
+    assert not (work / "answers").exists()
+
+
+def test_features_from_disk_give_the_losses_of_those_computed(train: Train, tmp_path: Path) -> None:
+    data = write_data(tmp_path / "data.jsonl", 12)
+    arguments = ["--data", data, "--stage", "train"]
+    assert train(*arguments, work=tmp_path / "online")[0] == 0
+    status, out, _ = train(*arguments, "--offline-features", work=tmp_path / "offline")
+    assert status == 0 and "features of 12 of 12 rows" in out
+    online, offline = (np.array(losses(tmp_path / name)) for name in ("online", "offline"))
+    assert len(online) == 8
+    np.testing.assert_allclose(offline, online, rtol=1e-6)
+
+
+def test_mistakes_are_named_in_one_line(train: Train, tmp_path: Path) -> None:
     """Exit status 2, no traceback, and before anything slow begins."""
-    good = write_prompts(tmp_path / "good.jsonl", TEXTS)
+    good = write_prompts(tmp_path / "good.jsonl")
     folder, work = tmp_path / "folder", tmp_path / "work"
     folder.mkdir()
+    (taken := tmp_path / "taken").touch()
 
-    def bad(line: str) -> Path:
-        path = tmp_path / "bad.jsonl"
-        path.write_text(good.read_text(encoding="utf-8") + line + "\n", encoding="utf-8")
-        return path
+    def says(*arguments: object, lines: int = 1, **options) -> str:
+        """``lines``: of the message, the usage that argparse puts before it left out."""
+        status, out, err = train(*arguments, **{"work": work} | options)
+        assert (status, out) == (2, "") and not work.exists()
+        _, _, message = err.partition("python -m train smollm2: error: ")
+        assert message.count("\n") == lines, err
+        return message
 
-    def says(*arguments: object) -> str:
-        with pytest.raises(SystemExit) as exit:
-            program.main([tiny, "--work", str(work), *map(str, arguments)])
-        assert exit.value.code == 2
-        error = capsys.readouterr().err.strip()
-        assert error.startswith("python -m train: error: ") and "\n" not in error
-        assert not work.exists()
-        return error
-
-    assert "the stage regenerate needs --prompts" in says()
-    assert "the stage evaluate needs --evaluation" in says("--prompts", good)
-    stage = ("--stage", "regenerate")
+    prompts = ("--prompts", good)
+    assert "the stage train needs --data, --prompts" in says()
+    assert "the stage evaluate needs --evaluation" in says(*prompts, "--stage", "evaluate")
+    assert "the stage regenerate needs --prompts" in says("--stage", "regenerate")
+    assert "does not train its target" in says("--stage", "target")
+    assert f"answers of an earlier run in {work / 'answers'}" in says("--stage", "train")
+    assert f"needs {work / 'draft'}, which the stage train writes" in says(
+        "--evaluation", good, "--stage", "evaluate"
+    )
     absent = tmp_path / "absent"
-    assert f"needs {absent}, which is no file" in says("--prompts", absent, *stage)
-    assert f"needs {folder}, which is no file" in says("--prompts", folder, *stage)
-    no_held_out = says("--prompts", good, "--evaluation", absent, *stage)
-    assert f"{absent} is no file" in no_held_out
-    assert f"{work}/answers.jsonl, which is no file" in says("--stage", "train")
-    needs_draft = says("--stage", "evaluate", "--evaluation", good)
-    assert f"needs {work}/draft, which the stage train writes" in needs_draft
+    for flag in ("--prompts", "--data", "--evaluation"):
+        assert f"{absent} is no file" in says(flag, absent)
+        assert f"{folder} is no file" in says(flag, folder)
+    assert "--prompts (the target answers them) or --data" in says(*prompts, "--data", good)
+    assert f"--work {taken} is no folder" in says(*prompts, work=taken)
+    assert "absent does not exist; accepted" in says("--target", absent, *prompts)
+    assert "--seconds must be more than 0, got 0" in says(*prompts, "--seconds", 0)
+    assert "--max-bad-share must be in 0..1" in says(*prompts, "--max-bad-share", 2)
+    assert "invalid choice: 'export'" in says(*prompts, "--stage", "export")
+    assert "go together, with --distributed" in says(*prompts, "--process-id", 0)
+    assert "1 x 3 x 2 (data x fsdp x model) mesh needs 6 devices" in says(
+        *prompts, "--fsdp-size", 3, "--tensor-parallel-size", 2
+    )
+    assert "num_taps must be in 1..8, got 9" in says(*prompts, settings=["num_taps=9"])
+    assert "mask_token_id must be in 0..287, got 288" in says(
+        *prompts, settings=["mask_token_id=288"]
+    )
+    kl = says(*prompts, "--offline-features", settings=["loop.objective.loss.kl=0.5"])
+    assert "--offline-features: the recipe's loop.objective.loss.kl is 0.5" in kl
+    (empty := tmp_path / "empty.jsonl").touch()
+    assert f"no question in {empty}" in says("--prompts", empty)
     for line in ("{", "[]", '{"id": "a", "source": "b"}', '{"id": 1, "source": "b", "text": "c"}'):
-        assert f"bad.jsonl:{len(TEXTS) + 1}: " in says("--prompts", bad(line), *stage)
-    empty = tmp_path / "empty"
-    empty.write_text("")
-    assert f"{empty} is empty" in says("--prompts", empty, *stage)
+        bad = tmp_path / "bad.jsonl"
+        bad.write_text(good.read_text(encoding="utf-8") + line + "\n", encoding="utf-8")
+        assert f"bad.jsonl:{len(TEXTS) + 1}: " in says("--prompts", bad, lines=2)
 
 
-def test_a_target_that_is_not_there(tiny: str, tmp_path: Path, capsys) -> None:
-    prompts = write_prompts(tmp_path / "prompts.jsonl", TEXTS)
-    arguments = [tiny, "--work", tmp_path / "work", "--target", tmp_path / "none", "--prompts"]
-    with pytest.raises(SystemExit) as exit:
-        program.main([*map(str, arguments), str(prompts), "--stage", "regenerate"])
-    assert exit.value.code == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("python -m train: error: ") and "does not exist; accepted" in error
-
-
-def test_commands_beside_the_recipes(tmp_path: Path, capsys) -> None:
-    for name in ("regenerate", "evaluate", "report"):
-        with pytest.raises(SystemExit) as exit:
-            program.main([name])
-        assert exit.value.code == 2
-        assert f"python -m train {name}: error: " in capsys.readouterr().err
-    with pytest.raises(SystemExit) as exit:
-        program.main(["report", "--work", str(tmp_path)])
-    assert exit.value.code == 0 and (tmp_path / "report.html").is_file()
+def test_settings_take_the_type_of_their_fields() -> None:
+    recipe = with_overrides(
+        SMOLLM2,
+        [
+            "loop.optimizer.learning_rate=3e-4", "loop.optimizer.kind=muon", "loop.seconds=60",
+            "loop.steps=null", "loop.epochs=2", "loop.objective.tiles=[64, 32]",
+            "evaluated_temperatures=[0, 0.5]", "intermediate_size=null", "target=org/name",
+            "evaluate_untrained=true", 'template_variables={"enable_thinking": false}',
+            'answers=[{"temperature": 1, "max_new_tokens": 8}]', "loop.optimizer.warmup=Infinity",
+            "loop.optimizer.warmup=0.5",
+        ],
+    )  # fmt: skip
+    optimizer, loop = recipe.loop.optimizer, recipe.loop
+    assert (optimizer.learning_rate, optimizer.kind, optimizer.warmup) == (3e-4, "muon", 0.5)
+    assert (loop.steps, loop.epochs, loop.seconds) == (None, 2.0, 60.0)
+    assert isinstance(loop.epochs, float) and loop.objective.tiles == (64, 32)
+    assert recipe.evaluated_temperatures == (0.0, 0.5) and recipe.intermediate_size is None
+    assert (recipe.target, recipe.evaluate_untrained) == ("org/name", True)
+    assert recipe.template_variables == {"enable_thinking": False}
+    assert recipe.answers == (SamplingParams(1.0, max_new_tokens=8),)
+    assert with_overrides(TINY, []) == TINY
+    assert with_overrides(TINY, ["loop.seconds=Infinity"]).loop.seconds == math.inf
 
 
 @pytest.mark.parametrize(
-    ("arguments", "match"),
+    ("override", "reason"),
     [
-        (["nosuch", "--work", "w"], r"invalid choice: 'nosuch' \(choose from"),
-        (["smollm2"], "required: --work"),
-        (["smollm2", "--work", "w", "--seconds", "0"], "--seconds: must be more than 0, got 0"),
-        (["smollm2", "--work", "w", "--max-new-tokens", "0"], "must be at least 1, got 0"),
-        (["smollm2", "--work", "w", "--stage", "export"], "invalid choice: 'export'"),
+        ("steps", "--set wants FIELD=VALUE, got 'steps'"),
+        ("steps=3", "Recipe has no field 'steps'; it has answers, block_size, dtype, "),
+        ("loop.step=3", "LoopConfig has no field 'step'; it has accumulation, batch_rows, "),
+        ("loop=3", "set one of loop.objective, loop.batch_rows"),
+        ("dtype.name=3", "dtype has no parts"),
+        ("num_layers=two", "num_layers must be int, got two"),
+        ("num_layers=2.5", "num_layers must be int, got 2.5"),
+        ("num_layers=true", "num_layers must be int, got true"),
+        ("num_layers=null", "num_layers must be int, got null"),
+        ("intermediate_size=x", "intermediate_size must be int | None, got x"),
+        ("loop.optimizer.clip=NaN", "clip must be float, got NaN"),
+        ("loop.optimizer.kind=sgd", "kind must be adamw or muon, got sgd"),
+        ("initial=zeros", "initial must be random or target, got zeros"),
+        ("evaluated_blocks=4", "evaluated_blocks must be tuple[int, ...], got 4"),
+        ("evaluated_blocks=[4.5]", "evaluated_blocks must be tuple[int, ...], got [4.5]"),
+        ('answers=[{"heat": 1}]', "SamplingParams has no field 'heat'; it has "),
+        ("loop.batch_rows=0", "loop.batch_rows must be at least 1, got 0"),
+        ("loop.epochs=1", "give one of steps and epochs"),
+        ("evaluated_blocks=[32]", "evaluated_blocks (32,) cannot be more than block_size 16"),
     ],
 )
-def test_wrong_flags(arguments: list[str], match: str, capsys) -> None:
-    with pytest.raises(SystemExit) as exit:
-        program.main(arguments)
-    assert exit.value.code == 2
-    assert re.search(match, capsys.readouterr().err.splitlines()[-1])
+def test_settings_that_do_not_fit_are_refused_by_name(override: str, reason: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        with_overrides(SMOLLM2, [override])
+    assert reason in str(refused.value)
+    assert str(refused.value).startswith(f"--set {override}: " if "=" in override else "--set")
+
+
+def test_every_command_has_help(run_command: RunCommand) -> None:
+    for name in (*RECIPES, "regenerate", "evaluate", "report"):
+        status, out, err = run_command(name, ["--help"])
+        assert (status, err) == (0, "") and f"python -m train {name}" in out
+        status, out, err = run_command(name, [])
+        assert status == 2 and "error: the following arguments are required" in err
+    status, out, _ = run_command("--help", [])
+    assert status == 0 and all(name in out for name in (*RECIPES, "regenerate"))
+    status, _, err = run_command("nosuch", ["--work", "w"])
+    assert status == 2 and "invalid choice: 'nosuch'" in err

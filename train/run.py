@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import multihost_utils
 
 import dflash_jax
@@ -151,10 +152,12 @@ class Run:
     def train(self) -> bool:
         """Whether the run came to its end; if not, the same call goes on."""
         recipe, sharding = self.recipe, training_sharding(*self.mesh)
+        path, _ = find_pair(self.target_name, None, speculation=False)
+        # Before the target is loaded: data are more often wrong than it is.
+        dataset, held_out = self._packed(path)
         pair, params = load_target(self.target_name, sharding, jnp.dtype(self.recipe.dtype))
         draft_config = recipe.draft_config(pair.target_config)
         pair = Pair.of(pair.target_config, draft_config, sharding, pair.dtype)
-        dataset, held_out = self._packed(pair.target_config.vocab_size)
         meta = dataset.meta
         self.report(
             f"{meta.rows} rows of {meta.row_length}: {meta.documents} documents, "
@@ -246,7 +249,7 @@ class Run:
         lines = path.read_text(encoding="utf-8").splitlines()
         return [Question.of_text(**json.loads(line)) for line in lines]
 
-    def _packed(self, vocab_size: int) -> tuple[PackedDataset, PackedDataset | None]:
+    def _packed(self, target: Path) -> tuple[PackedDataset, PackedDataset | None]:
         """(rows to learn, held-out rows), packed anew where the files are not those packed."""
         recipe, folder = self.recipe, self.work / "packed"
         paths = list(self.data) or sorted((self.work / "answers").glob("answers-*.jsonl"))
@@ -263,26 +266,32 @@ class Run:
         )
         stamp = folder / "source.json"
         packed = stamp.exists() and json.loads(stamp.read_text()) == source
+        error = None
         if jax.process_index() == 0 and not packed:
-            shutil.rmtree(folder, ignore_errors=True)
-            self._pack(paths, folder, vocab_size)
-            stamp.write_text(json.dumps(source, indent=1) + "\n")
-        multihost_utils.sync_global_devices("packed")
+            try:
+                shutil.rmtree(folder, ignore_errors=True)
+                self._pack(paths, folder, target)
+                stamp.write_text(json.dumps(source, indent=1) + "\n")
+            except DataError as caught:
+                error = caught
+        # The others would otherwise wait for rows that never come.
+        if not np.all(multihost_utils.process_allgather(np.bool_(error is None))):
+            raise error or DataError("process 0 could not pack the data, and says why")
         held_out = folder / "held_out"
         return (
             PackedDataset.open(folder / "train"),
             PackedDataset.open(held_out) if held_out.is_dir() else None,
         )
 
-    def _pack(self, paths: Sequence[Path], folder: Path, vocab_size: int) -> None:
+    def _pack(self, paths: Sequence[Path], folder: Path, target: Path) -> None:
         recipe = self.recipe
-        target_path, _ = find_pair(self.target_name, None, speculation=False)
+        vocab_size = read_target_config(target).vocab_size
 
         def samples(keep: Callable[[Sample], bool], tally: Tally):
             every = read_samples(
                 paths,
                 vocab_size=vocab_size,
-                tokenizer=load_tokenizer(target_path),
+                tokenizer=load_tokenizer(target),
                 template_options=recipe.template_variables,
                 max_bad_share=self.max_bad_share,
                 tally=tally,
