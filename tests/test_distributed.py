@@ -12,8 +12,8 @@ from training_process import SMALL, start, write_data
 from train.metrics import read_records
 
 SETTINGS = (
-    *SMALL, "initial=target", "intermediate_size=128", "held_out_share=0.2", "loop.steps=6",
-    "loop.checkpoint_every=3", "loop.optimizer.kind=muon",
+    *SMALL, "initial=target", "intermediate_size=128", "held_out_share=0.2", "loop.steps=4",
+    "loop.checkpoint_every=2",
 )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def test_two_processes_learn_what_one_does(inputs: Path, tmp_path: Path) -> None
         # One of them speaks.
         assert ["exported step" in text for _, text in said] == [True, *[False] * (count - 1)]
     steps = [step for step, _ in curves(alone)]
-    assert [step for step, _ in curves(together)] == steps == [1, 2, 3, 3, 4, 5, 6, 6]
+    assert [step for step, _ in curves(together)] == steps == [1, 2, 2, 3, 4, 4]
     for (_, one), (_, two) in zip(curves(alone), curves(together), strict=True):
         np.testing.assert_allclose(two, one, rtol=1e-5)
     one, two = (load_file(work / "draft" / "model.safetensors") for work in (alone, together))

@@ -28,7 +28,7 @@ class Setup:
         work.mkdir(exist_ok=True)
         log = work / "log.txt"
         command = ["train", "smollm2", "--work", work, "--target", self.inputs / "target"]
-        command += ["--data", self.inputs / "data.jsonl", "--set", *SETTINGS]
+        command += ["--data", self.inputs / "data.jsonl", "--stage", "train", "--set", *SETTINGS]
         command += ["--compilation-cache-dir", self.inputs / "compiled"]
         return start(command, log), log
 

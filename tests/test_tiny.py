@@ -1,30 +1,24 @@
 """The tiny recipe: its target as a folder that everything opens, and a whole run until served."""
 
+import contextlib
 import dataclasses
+import json
+import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-import jax.numpy as jnp
+import httpx
+import openai
 import pytest
-from serving import run_server
+from training_process import start
 
 import dflash_jax
-from dflash_jax import EngineConfig, SamplingParams
-from dflash_jax.checkpoint import export_draft
-from dflash_jax.decoder import Pair
+from dflash_jax import EngineConfig
 from dflash_jax.sharding import Sharding, make_mesh
 from train.byte_tokenizer import MASK, VOCAB_SIZE
-from train.evaluate import Evaluation, evaluate, untrained
-from train.features import RowsWithFeatures
-from train.initial import draft_from_target
-from train.loop import train
-from train.mesh import training_sharding
-from train.packing import pack
-from train.questions import Question
-from train.recipes.recipe import Recipe
+from train.metrics import read_records
 from train.recipes.tiny import TINY
-from train.regenerate import regenerate
-from train.samples import read_samples
 from train.target import TargetRecipe, make_target
 
 assert isinstance(TINY.target, TargetRecipe)
@@ -61,26 +55,29 @@ def test_a_target_becomes_a_folder_with_its_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_whole_run_accepts_two_tokens_a_cycle_at_both_temperatures(tmp_path: Path) -> None:
-    """Acceptance lengths on held-out files, loops aside; an untrained draft's beside them."""
+def test_the_command_makes_a_pair_that_accepts_two_tokens_a_cycle(tmp_path: Path) -> None:
+    """At both temperatures, on files that neither model has read, loops aside; an untrained draft's
+    acceptance beside it. Then the pair is served, and asked."""
+    out, log = tmp_path / "out", tmp_path / "log.txt"
     started = time.perf_counter()
-    make_target(TARGET, target := tmp_path / "target", Sharding(make_mesh()))
-    questions, held_out = TARGET.inputs()
-    answer(TINY, target, questions, tmp_path / "answers.jsonl")
-    draft = train_draft(TINY, target, tmp_path)
-    trained = dflash_jax.load(target, draft, engine=TINY.evaluation)
-    after, before = (judge(llm, held_out) for llm in (trained, untrained(trained, seed=0)))
+    process = start(["train", "tiny", "--work", out], log)
+    assert process.wait(900) == 0, log.read_text()
+    seconds = time.perf_counter() - started
+    print(log.read_text(), f"the whole run: {seconds:.0f} s", sep="\n")
+    assert seconds < 600  # three minutes on two quiet cores
+    results = json.loads((out / "evaluation.json").read_text())["results"]
+    tau = {(result["label"], result["temperature"]): result["tau"] for result in results}
     for temperature in (0.0, 1.0):
-        tau, start = after[temperature].tau, before[temperature].tau
-        looping = after[temperature].looping
-        print(f"T = {temperature}: tau {tau:.2f}, {looping:.0%} looping, untrained {start:.2f}")
-        assert tau >= 2 and start < 1.3
-    print(f"the whole run: {time.perf_counter() - started:.0f} s")
+        assert tau["trained", temperature] >= 2 and tau["untrained", temperature] < 1.3
+    curve = [record for record in read_records(out / "train.jsonl") if "loss" in record]
+    assert curve[-1]["loss"] < 0.9 * curve[0]["loss"]
+    assert (out / "report.html").is_file()
 
-    serve = run_server(lambda: dflash_jax.load(target, draft, engine=TINY.evaluation))
-    with serve as server, server.openai() as client:
+    _, held_out = TARGET.inputs()
+    with serve(["--target", out / "target", "--draft", out / "draft"], tmp_path) as client:
+        (model,) = client.models.list()
         reply = client.chat.completions.create(
-            model="tiny",
+            model=model.id,
             messages=[{"role": "user", "content": held_out[0].messages[0]["content"]}],
             max_tokens=32,
             temperature=0,
@@ -89,32 +86,30 @@ def test_a_whole_run_accepts_two_tokens_a_cycle_at_both_temperatures(tmp_path: P
     assert reply.choices[0].message.content
 
 
-def answer(recipe: Recipe, target: Path, questions: list[Question], out: Path) -> None:
-    engine = dataclasses.replace(recipe.engine, speculation=False)
-    llm = dflash_jax.load(target, engine=engine)
-    for number, sampling in enumerate(recipe.answers):
-        share = questions[number :: len(recipe.answers)]
-        assert regenerate(llm, share, out, sampling=sampling).answers > 0.9 * len(share)
+@contextlib.contextmanager
+def serve(flags: list[object], folder: Path) -> Iterator[openai.OpenAI]:
+    """A client of ``python -m dflash_jax.serve`` that is ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = [*flags, "--port", port, "--max-model-len", 256, "--max-num-batched-tokens", 128]
+    server = start(["dflash_jax.serve", *flags], log := folder / "serve.txt")
+    try:
+        url = f"http://127.0.0.1:{port}"
+        until = time.monotonic() + 300
+        while not is_ready(url):
+            assert server.poll() is None and time.monotonic() < until, log.read_text()
+            time.sleep(0.5)
+        http = openai.DefaultHttpxClient(trust_env=False)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http) as client:
+            yield client
+    finally:
+        server.terminate()
+        assert server.wait(60) == 0, log.read_text()
 
 
-def train_draft(recipe: Recipe, target: Path, work: Path) -> Path:
-    small = EngineConfig(max_num_seqs=1, max_model_len=32, speculation=False)
-    llm = dflash_jax.load(target, engine=small)
-    config, params = llm.pair.target_config, llm.engine.params.target
-    draft_config = recipe.draft_config(config)
-    pair = Pair.of(config, draft_config, training_sharding(1), llm.pair.dtype)
-    samples = read_samples([work / "answers.jsonl"], vocab_size=config.vocab_size)
-    rows = RowsWithFeatures(pack(samples, recipe.row_length, seed=recipe.loop.seed))
-    start = draft_from_target(pair, params, recipe.loop.seed)
-    trained = train(pair, params, start, rows, recipe.loop)
-    export_draft(work / "draft", draft_config, trained.draft, jnp.float32)
-    return work / "draft"
-
-
-def judge(llm: dflash_jax.LLM, questions: list[Question]) -> dict[float, Evaluation]:
-    """By temperature. One engine runs both, so that it is compiled once."""
-    length = TINY.answers[0].max_new_tokens
-    return {
-        temperature: evaluate(llm, questions, SamplingParams(temperature, max_new_tokens=length))
-        for temperature in (0.0, 1.0)
-    }
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False

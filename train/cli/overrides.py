@@ -1,9 +1,10 @@
 """``--set FIELD=VALUE``: a recipe with some of its fields changed."""
 
+import collections.abc
 import dataclasses
 import json
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from train.recipes import Recipe
@@ -89,7 +90,7 @@ def _fit(value: Any, text: str, kind: Any) -> Any:
         return value
     if origin is tuple and isinstance(value, list):
         return tuple(_fit(item, json.dumps(item), of[0]) for item in value)
-    if origin is not None and issubclass(origin, Mapping) and isinstance(value, dict):
+    if origin is collections.abc.Mapping and isinstance(value, dict):
         return value
     if hasattr(kind, "_fields") and isinstance(value, list):  # a NamedTuple
         kinds = get_type_hints(kind).values()
