@@ -205,8 +205,11 @@ def test_mistakes_are_named_in_one_line(train: Train, tmp_path: Path) -> None:
         *prompts, "--fsdp-size", 3, "--tensor-parallel-size", 2
     )
     assert "num_taps must be in 1..8, got 9" in says(*prompts, settings=["num_taps=9"])
-    assert "mask_token_id must be in 0..287, got 288" in says(
+    assert "mask_token_id 288 is not in the target's vocabulary, 0..287" in says(
         *prompts, settings=["mask_token_id=288"]
+    )
+    assert "needs the target's intermediate_size 128, got 32" in says(
+        *prompts, settings=["initial=target"]
     )
     kl = says(*prompts, "--offline-features", settings=["loop.objective.loss.kl=0.5"])
     assert "--offline-features: the recipe's loop.objective.loss.kl is 0.5" in kl

@@ -94,10 +94,11 @@ class Run:
         else:
             path, _ = find_pair(self.target_name, None, speculation=False)
             config = read_target_config(path)
-        recipe.draft_config(config)
-        if not recipe.mask_token_id < config.vocab_size:
+        draft = recipe.draft_config(config)
+        if recipe.initial == "target" and draft.intermediate_size != config.intermediate_size:
             raise ValueError(
-                f"mask_token_id must be in 0..{config.vocab_size - 1}, got {recipe.mask_token_id}"
+                "a draft whose initial weights are the target's needs the target's "
+                f"intermediate_size {config.intermediate_size}, got {draft.intermediate_size}"
             )
         if "train" in stages and self.features and recipe.loop.objective.loss.kl:
             raise ValueError(
