@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ACCELERATOR ?= cpu
 ARGS ?=
+JOBS ?= 2
 RECIPE ?=
 EXTRAS ?=
 
@@ -19,7 +20,7 @@ serve: $(VENV)/.run-$(ACCELERATOR)
 	$(python) -m dflash_jax.serve $(ARGS)
 
 test: $(VENV)/.test-$(ACCELERATOR)
-	$(python) -m pytest $(ARGS)
+	$(python) -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 bench: $(VENV)/.run-$(ACCELERATOR)
 	$(python) -m dflash_jax bench $(ARGS)
