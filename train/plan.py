@@ -34,24 +34,34 @@ LIBTPU_SETTINGS = {
 COLLECTIVES = re.compile(
     r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
-OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm")
+# The compiler's two ways of giving up: at the program's temporaries, and at all of it.
+OUT_OF_MEMORY = re.compile(
+    r"temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM|Used ([\d.]+)([KMGT]?) of .*hbm"
+)
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of a chip. ``peak``: the most that is held at a time, arguments included."""
+    """Bytes of a chip. ``temporaries``: what the program asks for in one piece beside its
+    arguments and its ``results``, those apart that take a donated argument's place. ``peak``: the
+    most of all of it that is alive at a time; the gaps between what is alive are not in it."""
 
     arguments: int
+    results: int
     temporaries: int
     peak: int
+
+    @property
+    def needed(self) -> int:
+        return self.arguments + self.results + self.temporaries
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """``memory``: None where the compiler gave up, for which ``needed`` is its own estimate.
-    ``flops``: of all chips. ``collectives``: how often each is in the program; those in a loop
-    over layers run once a layer."""
+    """``needed``: bytes of a chip; where the compiler gave up ``memory`` is None, and this is its
+    own estimate. ``flops``: of all chips. ``collectives``: how often each is in the program; those
+    in a loop over layers run once a layer."""
 
     chip: Chip
     mesh: dict[str, int]
@@ -125,15 +135,17 @@ def plan_step(recipe: Recipe, sharding: Sharding) -> Plan:
         found = OUT_OF_MEMORY.search(str(error))
         if found is None:
             raise
-        needed = int(float(found[1]) * UNITS[found[2]])
+        amount, unit = (part for part in found.groups() if part is not None)
+        needed = int(float(amount) * UNITS[unit])
     else:
         analysis = compiled.memory_analysis()
         memory = Memory(
             analysis.argument_size_in_bytes,
+            analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
             analysis.temp_size_in_bytes,
             analysis.peak_memory_in_bytes,
         )
-        needed = memory.peak
+        needed = memory.needed
         collectives = dict(Counter(COLLECTIVES.findall(compiled.as_text())).most_common())
     return Plan(
         chip,

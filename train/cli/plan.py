@@ -70,4 +70,5 @@ def _memory(plan: Plan) -> str:
     if plan.memory is None:
         return f"the compiler gave up at {plan.needed / GB:.2f} GB"
     sizes = dataclasses.asdict(plan.memory)
-    return ", ".join(f"{name} {size / GB:.2f} GB" for name, size in sizes.items())
+    parts = ", ".join(f"{name} {size / GB:.2f} GB" for name, size in sizes.items())
+    return f"{plan.needed / GB:.2f} GB needed ({parts})"
