@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +121,7 @@ def plan_step(recipe: Recipe, sharding: Sharding) -> Plan:
         (), jnp.float32, sharding=NamedSharding(sharding.mesh, PartitionSpec())
     )
     started = time.perf_counter()
-    lowered = step.lower(
+    lowered = cast(Any, step).lower(
         abstract_state(pair, loop.optimizer),
         FrozenTarget.of(pair).placed(),
         abstract_rows(pair, loop.batch_rows, recipe.row_length),
@@ -168,7 +168,7 @@ def plan_step(recipe: Recipe, sharding: Sharding) -> Plan:
 def abstract_rows(pair: Pair, rows: int, row_length: int) -> PackedRows:
     """Shapes and placements of a batch."""
 
-    def leaf(dtype):
+    def leaf(dtype) -> Any:
         return jax.ShapeDtypeStruct((rows, row_length), dtype, sharding=rows_placement(pair))
 
     return PackedRows(leaf(jnp.int32), leaf(jnp.int32), leaf(jnp.int32), leaf(jnp.bool_))
