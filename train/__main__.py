@@ -1,4 +1,4 @@
-"""``python -m train RECIPE | regenerate | evaluate | report``: see train/README.md."""
+"""``python -m train RECIPE or command``: see train/README.md."""
 
 import sys
 

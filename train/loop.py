@@ -14,6 +14,7 @@ import numpy as np
 
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
+from dflash_jax.sharding import Sharding
 from train.batches import Batch, Batches, RowSource
 from train.checkpoints import Checkpoints
 from train.contract import contract_of
@@ -110,12 +111,7 @@ def train(
     Raises DataError, TrainingDiverged, ContractError, CheckpointError.
     """
     total = config.total_steps(len(rows))
-    shards = math.prod(pair.sharding.mesh.shape[a] for a in ("data", "fsdp"))
-    if config.batch_rows // config.accumulation % shards:
-        raise DataError(
-            f"a part of {config.batch_rows // config.accumulation} rows (batch_rows / accumulation)"
-            f" cannot be split over the mesh's {shards} data x fsdp shards"
-        )
+    check_rows_split(config, pair.sharding)
     state = init_state(pair, draft, config.optimizer)
     stacked = FrozenTarget.of(pair).stack(target_params)
     step = make_step(
@@ -167,6 +163,17 @@ def train(
             assert restored is not None
             state = restored[1]
     return Trained(state.masters, int(state.step), finished)
+
+
+def check_rows_split(config: LoopConfig, sharding: Sharding) -> None:
+    """Raises DataError where the mesh does not divide the rows of a part of a batch."""
+    shards = math.prod(sharding.mesh.shape[a] for a in ("data", "fsdp"))
+    part = config.batch_rows // config.accumulation
+    if part % shards:
+        raise DataError(
+            f"a part of {part} rows (batch_rows / accumulation) cannot be split over the mesh's "
+            f"{shards} data x fsdp shards"
+        )
 
 
 def learning_rate(config: OptimizerConfig, progress: float) -> float:

@@ -29,8 +29,11 @@ def training_sharding(data: int = 0, fsdp: int = 1, model: int = 1, devices=None
             f"a {data} x {fsdp} x {model} (data x fsdp x model) mesh needs {count} devices, "
             f"found {len(devices)} of platform {devices[0].platform}"
         )
-    # Neighbours on the chips' own network become neighbours on an axis.
-    grid = mesh_utils.create_device_mesh((data, fsdp, model), devices=devices[:count])
+    # Neighbours on the chips' own network become neighbours on an axis; an axis of the network is
+    # split between two of the mesh where that is the only way (32 of v5p:4x4x4).
+    grid = mesh_utils.create_device_mesh(
+        (data, fsdp, model), devices=devices[:count], allow_split_physical_axes=True
+    )
     return Sharding(
         Mesh(grid, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3), TRAINING_RULES
     )

@@ -68,23 +68,27 @@ def sample_anchors(
 
     def one_row(key, valid, segments):
         # The r-th candidate of a document with n of them, in random order, gets (r + u) / n: the
-        # smallest are spread over documents in proportion to n (systematic sampling).
+        # smallest are spread over documents in proportion to n (systematic sampling). Ranks are
+        # counted and not sorted for: a TPU's sorts take longer to compile than a layer does.
         noise, offset = jax.random.uniform(key, (2, length), jnp.float32)
-        document = jnp.where(valid, segments, length + 1)
-        index = jnp.arange(length, dtype=jnp.int32)
-        document, _, order = jax.lax.sort((document, noise, index), num_keys=2)
-        opens = jnp.concatenate([jnp.ones(1, bool), document[1:] != document[:-1]])
-        first = jax.lax.cummax(jnp.where(opens, index, 0))
-        candidates = jnp.zeros(length + 2, jnp.float32).at[document].add(1.0)
-        rank = (index - first).astype(jnp.float32)
-        score = (rank + offset[document]) / candidates[document]
-        score = jnp.where(document <= length, score, jnp.inf)
-        best, chosen = jax.lax.top_k(-score, count)
-        keep = jnp.isfinite(best)
-        anchors = jnp.sort(jnp.where(keep, order[chosen], length))
+        rivals = valid[None, :] & (segments[:, None] == segments[None, :])
+        rank = (rivals & _before(noise)).sum(1).astype(jnp.float32)
+        score = (rank + offset[segments]) / jnp.maximum(rivals.sum(1).astype(jnp.float32), 1.0)
+        taken = valid & ((valid[None, :] & _before(score)).sum(1) < count)
+        taken_up_to = jnp.cumsum(taken.astype(jnp.int32))
+        number = jnp.arange(count, dtype=jnp.int32)
+        anchors = (taken_up_to[None, :] <= number[:, None]).sum(1).astype(jnp.int32)
         return jnp.where(anchors < length, anchors, 0), anchors < length
 
     return jax.vmap(one_row)(keys, valid, rows.segments)
+
+
+def _before(score: Float[Array, "S"]) -> Bool[Array, "S S"]:
+    """[i, j]: whether j comes before i, by score and then by index. Fused into what sums it."""
+    index = jnp.arange(score.shape[0], dtype=jnp.int32)
+    earlier = index[None, :] < index[:, None]
+    mine, other = score[:, None], score[None, :]
+    return (other < mine) | ((other == mine) & earlier)
 
 
 def blocks_at(

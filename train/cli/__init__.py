@@ -1,1 +1,1 @@
-"""The commands beside the recipes: regenerate, evaluate, report."""
+"""The commands beside the recipes: regenerate, evaluate, report, plan, bench."""

@@ -10,7 +10,7 @@ from typing import Any
 from dflash_jax.embedded import EmbeddedModelError
 from dflash_jax.flags import add_flags, build
 from train.checkpoints import CheckpointError
-from train.cli import evaluate, recipe, regenerate, report
+from train.cli import bench, evaluate, plan, recipe, regenerate, report
 from train.loop import TrainingDiverged
 from train.recipes import RECIPES
 
@@ -20,6 +20,8 @@ COMMANDS: dict[str, Command] = {
     "regenerate": (regenerate.run, regenerate.RegenerateArgs, "let the target answer prompts"),
     "evaluate": (evaluate.run, evaluate.EvaluateArgs, "measure a draft by real decoding"),
     "report": (report.run, report.ReportArgs, "write what a run reached as one HTML page"),
+    "plan": (plan.run, plan.PlanArgs, "compile a recipe's step for TPUs that are not there"),
+    "bench": (bench.run, bench.BenchArgs, "time a recipe's step, with random weights"),
 }
 
 
