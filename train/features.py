@@ -9,6 +9,7 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class RowsWithFeatures:
 
 def write_features(
     pair: Pair,
-    target_params: Params,
+    target: Params,
     dataset: PackedDataset,
     folder: Path,
     contract: Mapping[str, Any],
@@ -77,8 +78,8 @@ def write_features(
     tiles: Tiles = TILES,
     report: Callable[[str], None] = print,
 ) -> None:
-    """Write every row's features, from the very weights that will be served. Rows that have a file
-    already are left alone, so a run that was killed goes on.
+    """Write every row's features, from the very weights that will be served (stacked). Rows that
+    have a file already are left alone, so a run that was killed goes on.
 
     ``contract``: plain JSON of what the features depend on, checked by every later use. With
     several processes each writes the rows that its devices hold, to a folder that all share.
@@ -92,9 +93,7 @@ def write_features(
     _check(folder, contract)
     frozen, taps, placement = FrozenTarget.of(pair), pair.taps, rows_placement(pair)
 
-    stacked = frozen.stack(target_params)
-
-    @jax.jit
+    @partial(jax.jit, out_shardings=placement)  # rows whole: a shard is written as it is
     def features_of(rows: PackedRows, params: Params):
         return target_output(frozen.bind(params), rows, taps, tiles).features
 
@@ -107,12 +106,13 @@ def write_features(
             lambda x: jax.make_array_from_callback(x.shape, placement, lambda index: x[index]),  # noqa: B023
             dataset[numbers],
         )
-        features = features_of(rows, stacked)
+        features = features_of(rows, target)
         for shard in features.addressable_shards:
             if shard.replica_id == 0:
-                held = numbers[shard.index[0]]
-                for row, values in zip(held, np.asarray(shard.data), strict=True):
-                    _write(_path(folder, int(row)), values)
+                places = range(*shard.index[0].indices(batch_rows))
+                for place, values in zip(places, np.asarray(shard.data), strict=True):
+                    if place < len(wanted):  # what fills up the last batch has its file already
+                        _write(_path(folder, wanted[place]), values)
         report(f"features of {at + len(wanted)} of {len(todo)} rows")
     multihost_utils.sync_global_devices("features written")
 
@@ -124,7 +124,7 @@ def _path(folder: Path, row: int) -> Path:
 def _write(path: Path, values: np.ndarray) -> None:
     path.parent.mkdir(exist_ok=True)
     bits = values.view(np.uint16) if values.dtype == ml_dtypes.bfloat16 else values
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished = path.with_suffix(f".{jax.process_index()}-{os.getpid()}.tmp")
     with unfinished.open("wb") as file:
         np.savez(file, bits=bits, dtype=values.dtype.name)
     unfinished.replace(path)

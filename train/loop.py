@@ -19,12 +19,11 @@ from train.batches import Batch, Batches, RowSource
 from train.checkpoints import Checkpoints
 from train.contract import contract_of
 from train.losses import Metrics
-from train.metrics import MetricsLog, Progress
+from train.metrics import MetricsLog, Progress, read_records
 from train.objective import ObjectiveConfig
 from train.preemption import Preemption
 from train.rows import TrainingRows
 from train.samples import DataError
-from train.stacked import FrozenTarget
 from train.step import (
     OptimizerConfig,
     Step,
@@ -61,9 +60,19 @@ class LoopConfig:
     def __post_init__(self):
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(f"give one of steps and epochs, got {self.steps} and {self.epochs}")
-        for name in ("batch_rows", "accumulation", "log_every", "checkpoint_every", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"loop.{name} must be at least 1, got {getattr(self, name)}")
+        for name in (
+            "batch_rows",
+            "accumulation",
+            "log_every",
+            "checkpoint_every",
+            "keep",
+            "steps",
+        ):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"loop.{name} must be at least 1, got {value}")
+        for name in ("epochs", "seconds"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"loop.{name} must be more than 0, got {value}")
         if self.batch_rows % self.accumulation:
             raise ValueError(
                 f"loop.accumulation {self.accumulation} must divide batch_rows {self.batch_rows}"
@@ -92,7 +101,7 @@ class Trained(NamedTuple):
 
 def train(
     pair: Pair,
-    target_params: Params,
+    target: Params,
     draft: Mapping[str, jax.Array],
     rows: RowSource[TrainingRows],
     config: LoopConfig,
@@ -102,7 +111,8 @@ def train(
     fingerprint: str = "",
 ) -> Trained:
     """Train ``draft`` on ``rows``; the target computes in its own dtype, the draft in
-    ``pair.dtype`` from float32 masters.
+    ``pair.dtype`` from float32 masters. ``target``: stacked (FrozenTarget.stack), so that nobody
+    need hold its weights twice.
 
     ``work`` gets train.jsonl, tensorboard/ and checkpoints/, and is where a run that was killed or
     signalled goes on; ``fingerprint`` names the data in its contract. Without it nothing is
@@ -112,8 +122,10 @@ def train(
     """
     total = config.total_steps(len(rows))
     check_rows_split(config, pair.sharding)
-    state = init_state(pair, draft, config.optimizer)
-    stacked = FrozenTarget.of(pair).stack(target_params)
+    if math.isfinite(config.seconds) and jax.process_count() > 1:
+        raise DataError(
+            "a budget in seconds is for one process: clocks differ; give steps or epochs"
+        )
     step = make_step(
         pair,
         config.objective,
@@ -127,20 +139,23 @@ def train(
     if held_out is not None and len(held_out):
         validation = _Validation(pair, config, held_out)
     with contextlib.ExitStack() as stack:
-        checkpoints = None
+        checkpoints, found, spent = None, None, 0.0
         if work is not None:
-            contract = contract_of(pair, stacked, config, fingerprint)
+            contract = contract_of(pair, target, config, fingerprint)
             checkpoints = Checkpoints(work / "checkpoints", contract, keep=config.keep)
             checkpoints = stack.enter_context(checkpoints)
             found = checkpoints.restore(abstract_state(pair, config.optimizer))
-            state = found[1] if found else state
+        state = found[1] if found else init_state(pair, draft, config.optimizer)
         start = int(state.step)
+        if work is not None and start:
+            records = read_records(work / "train.jsonl")
+            spent = max((r.get("seconds", 0) for r in records if r["step"] <= start), default=0)
         progress = stack.enter_context(Progress(total, start=start))
         log = work and stack.enter_context(MetricsLog(work, resume_step=start))
         preemption = stack.enter_context(Preemption())
-        run = _Run(step, stacked, config, total, progress, log)
+        run = _Run(step, target, config, total, progress, log, spent)
         finished, saved = True, start
-        for batch in _until(total, batches, start):
+        for batch in _until(start if run.out_of_time else total, batches, start):
             state, done = run.advance(state, batch)
             finished = not preemption.requested(done)
             ends = done == total or run.out_of_time or not finished
@@ -148,7 +163,7 @@ def train(
                 run.write_log(done)
                 score = None
                 if validation is not None and finished:
-                    held = validation.score(state.masters, stacked)
+                    held = validation.score(state.masters, target)
                     run.write(done, {"held_out": held})
                     score = held["accept_length"]
                 if checkpoints is not None:
@@ -180,7 +195,7 @@ def learning_rate(config: OptimizerConfig, progress: float) -> float:
     """Linear warm-up, then a cosine to zero, over ``progress`` in 0..1."""
     if progress < config.warmup:
         return config.learning_rate * progress / config.warmup
-    rest = (progress - config.warmup) / (1 - config.warmup)
+    rest = (progress - config.warmup) / max(1 - config.warmup, 1e-9)
     return config.learning_rate * 0.5 * (1 + math.cos(math.pi * min(rest, 1.0)))
 
 
@@ -206,9 +221,20 @@ def _until(total: int, batches: Batches[TrainingRows], start: int) -> Iterator[B
             yield batch
 
 
+class _Done(NamedTuple):
+    """A step whose report may still be on its way."""
+
+    step: int
+    rows_index: np.ndarray
+    tokens: int
+    rate: float
+    report: StepReport
+
+
 class _Run:
     """Steps of one process's run, their clock and their log. Metrics stay on the device until a
-    line is due, so that steps are not waited for."""
+    line is due; the host runs two steps ahead of the device and no more, so that a signal or the
+    end of a budget is met within two steps."""
 
     def __init__(
         self,
@@ -218,25 +244,38 @@ class _Run:
         total: int,
         progress: Progress,
         log: MetricsLog | None,
+        spent: float,
     ):
+        """``spent``: seconds of the budget that earlier processes have used."""
         self._step, self._target, self._config, self._total = step, target_params, config, total
-        self._progress, self._log = progress, log
-        self._pending: list[tuple[Batch[TrainingRows], float, StepReport]] = []
-        self._started = self._last = time.perf_counter()
+        self._progress, self._log, self._spent = progress, log, spent
+        self._pending: list[_Done] = []
+        self._started: float | None = None
+        self._last = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Of training so far; the first step, which compiles, is not in it."""
+        now = time.perf_counter()
+        return self._spent + (0.0 if self._started is None else now - self._started)
 
     @property
     def out_of_time(self) -> bool:
-        return time.perf_counter() - self._started >= self._config.seconds
+        return self.seconds >= self._config.seconds
 
     def advance(self, state: TrainState, batch: Batch[TrainingRows]) -> tuple[TrainState, int]:
         """(new state, how many steps are done)."""
-        elapsed = time.perf_counter() - self._started
-        progress = max(batch.step / self._total, elapsed / self._config.seconds)
+        progress = max(batch.step / self._total, self.seconds / self._config.seconds)
         rate = learning_rate(self._config.optimizer, min(progress, 1.0))
         rows, features = batch.rows
+        if len(self._pending) >= 2:
+            jax.block_until_ready(self._pending[-2].report)
         state, report = self._step(state, self._target, rows, features, jnp.float32(rate))
-        self._pending.append((batch, rate, report))
         done = batch.step + 1
+        self._pending.append(_Done(done, batch.rows_index, rows.tokens.size, rate, report))
+        if self._started is None:
+            jax.block_until_ready(report)
+            self._started = self._last = time.perf_counter()
         self._progress.move(done)
         if done % self._config.log_every == 0:
             self.write_log(done)
@@ -246,18 +285,23 @@ class _Run:
         """A record of the steps since the last one. Raises TrainingDiverged."""
         if not self._pending:
             return
-        reports = jax.device_get([report for *_, report in self._pending])
-        for (batch, *_), report in zip(self._pending, reports, strict=True):
-            if not math.isfinite(loss := float(report.metrics.weighted_loss)):
-                where = f"step {batch.step + 1}, rows {batch.rows_index.tolist()}"
-                raise TrainingDiverged(f"the loss is {loss} at {where}")
+        reports = jax.device_get([past.report for past in self._pending])
+        for past, report in zip(self._pending, reports, strict=True):
+            # A gradient that is not finite spoils the weights under a loss that still is.
+            for name, value in (
+                ("loss", report.metrics.weighted_loss),
+                ("gradient's norm", report.gradient_norm),
+            ):
+                if not math.isfinite(value):
+                    where = f"step {past.step}, rows {past.rows_index.tolist()}"
+                    raise TrainingDiverged(f"the {name} is {value} at {where}")
         now = time.perf_counter()
-        tokens = sum(batch.rows.rows.tokens.size for batch, *_ in self._pending)
+        tokens = sum(past.tokens for past in self._pending)
         record = summarise([report.metrics for report in reports]) | {
             "gradient_norm": float(np.mean([report.gradient_norm for report in reports])),
-            "learning_rate": self._pending[-1][1],
-            "seconds": now - self._started,
-            "tokens_per_second": tokens / (now - self._last),
+            "learning_rate": self._pending[-1].rate,
+            "seconds": self.seconds,
+            "tokens_per_second": tokens / max(now - self._last, 1e-9),
         }
         self._pending, self._last = [], now
         self.write(done, record)

@@ -59,7 +59,7 @@ def sample_anchors(
     ``keys`` [Z]: one a row, so that no split of a batch changes what is drawn. p is an anchor iff
     p and p+1 are supervised and of one document: a block needs one label. Without replacement,
     every such p as likely as any other; every document of a packed row gets its share to within
-    one, as if it had been sampled by itself.
+    two, so that none is left to chance.
     """
     length = rows.tokens.shape[1]
     pairs = rows.loss_mask[:, :-1] & rows.loss_mask[:, 1:]

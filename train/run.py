@@ -8,12 +8,13 @@ report      what was reached, as one page                         -> WORK/report
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import random
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from train.contract import weights_digest
 from train.evaluate import EvaluationFile, evaluate_settings, one_line, settings_of, untrained
 from train.features import RowsWithFeatures, write_features
 from train.initial import draft_from_target, random_draft
-from train.loop import train
+from train.loop import check_rows_split, train
 from train.mesh import training_sharding
 from train.packing import PackedDataset, write_packed
 from train.prompts import Prompt, clean_self_written, drop_contaminated, wording
@@ -44,6 +45,7 @@ from train.recipes import Recipe
 from train.regenerate import regenerate, self_written_prompts
 from train.report import write_report
 from train.samples import DataError, Sample, Tally, is_held_out, read_samples
+from train.stacked import FrozenTarget
 from train.target import TargetRecipe, make_target
 
 Report = Callable[[str], None]
@@ -88,7 +90,7 @@ class Run:
         if not set(stages) - {"report"}:
             return
         if {"target", "train"} & set(stages):
-            training_sharding(*self.mesh)
+            check_rows_split(recipe.loop, training_sharding(*self.mesh))
         if isinstance(recipe.target, TargetRecipe) and self.target is None:
             config = recipe.target.config
         else:
@@ -121,9 +123,15 @@ class Run:
 
     def regenerate(self) -> None:
         """Every kind of answer gets an equal share of the questions, in an order that mixes their
-        sources, so that a budget that ends early cuts all of them."""
+        sources, so that a budget that ends early cuts all of them. Once done, or cut by its
+        budget, it is not gone on with: training has begun on what there is."""
         recipe, folder = self.recipe, self.work / "answers"
         started = time.perf_counter()
+        done = folder / "done.json"
+        asked = hashlib.sha256("\n".join(q.id for q in self.questions).encode()).hexdigest()
+        if done.exists() and json.loads(done.read_text()) == {"questions": asked}:
+            self.report(f"answers are there; remove {done} to go on answering")
+            return
         engine = dataclasses.replace(recipe.engine, speculation=False)
         llm = self._load(engine=engine)
         settings = {
@@ -149,6 +157,7 @@ class Run:
                 seconds=left / (kinds - number),
             )
             self.report(f"answers at T = {sampling.temperature}: {written}")
+        _write_whole(done, {"questions": asked})
 
     def train(self) -> bool:
         """Whether the run came to its end; if not, the same call goes on."""
@@ -165,12 +174,15 @@ class Run:
             f"{meta.supervised} supervised tokens; {len(held_out) if held_out else 0} rows held out"
         )
         start = draft_from_target if recipe.initial == "target" else random_draft
+        draft = start(pair, params, recipe.loop.seed)
+        target = FrozenTarget.of(pair).stack(params)
+        del params  # the stacked copy alone stays
         seconds = min(self.seconds, recipe.loop.seconds)
         trained = train(
             pair,
-            params,
-            start(pair, params, recipe.loop.seed),
-            self._with_features(pair, params, dataset),
+            target,
+            draft,
+            self._with_features(pair, target, dataset),
             dataclasses.replace(recipe.loop, seconds=seconds),
             held_out=RowsWithFeatures(held_out) if held_out else None,
             work=self.work,
@@ -263,6 +275,8 @@ class Run:
                 "held_out_share": recipe.held_out_share,
                 "seed": recipe.loop.seed,
                 "template_variables": recipe.template_variables,
+                "max_bad_share": self.max_bad_share,
+                "target": _tokenizer_digest(target),
             }
         )
         stamp = folder / "source.json"
@@ -272,8 +286,8 @@ class Run:
             try:
                 shutil.rmtree(folder, ignore_errors=True)
                 self._pack(paths, folder, target)
-                stamp.write_text(json.dumps(source, indent=1) + "\n")
-            except DataError as caught:
+                _write_whole(stamp, source)
+            except Exception as caught:  # raised below, in every process
                 error = caught
         # The others would otherwise wait for rows that never come.
         if not np.all(multihost_utils.process_allgather(np.bool_(error is None))):
@@ -288,40 +302,38 @@ class Run:
         recipe = self.recipe
         vocab_size = read_target_config(target).vocab_size
 
-        def samples(keep: Callable[[Sample], bool], tally: Tally):
-            every = read_samples(
-                paths,
-                vocab_size=vocab_size,
-                tokenizer=load_tokenizer(target),
-                template_options=recipe.template_variables,
-                max_bad_share=self.max_bad_share,
-                tally=tally,
-                report=self.report,
-            )
-            return (sample for sample in every if keep(sample))
-
-        share, length, seed = recipe.held_out_share, recipe.row_length, recipe.loop.seed
-        folder.mkdir(parents=True)
-        tally = Tally()
-        write_packed(
-            folder / "train",
-            samples(lambda sample: not is_held_out(sample, share), tally),
-            length,
-            seed=seed,
+        tally, judged = Tally(), []
+        every = read_samples(
+            paths,
+            vocab_size=vocab_size,
+            tokenizer=load_tokenizer(target),
+            template_options=recipe.template_variables,
+            max_bad_share=self.max_bad_share,
             tally=tally,
+            report=self.report,
         )
-        if share:
-            kept = list(samples(lambda sample: is_held_out(sample, share), Tally()))
-            if kept:
-                write_packed(folder / "held_out", kept, length, seed=seed)
+
+        def learnt() -> Iterator[Sample]:
+            for sample in every:
+                if is_held_out(sample, recipe.held_out_share):
+                    judged.append(sample)
+                else:
+                    yield sample
+
+        folder.mkdir(parents=True)
+        length, seed = recipe.row_length, recipe.loop.seed
+        write_packed(folder / "train", learnt(), length, seed=seed, tally=tally)
+        if judged:
+            write_packed(folder / "held_out", judged, length, seed=seed)
 
     def _with_features(
-        self, pair: Pair, params: Params, dataset: PackedDataset
+        self, pair: Pair, target: Params, dataset: PackedDataset
     ) -> RowsWithFeatures:
         if not self.features:
             return RowsWithFeatures(dataset)
         contract = {
-            "target": weights_digest(params),
+            "target": weights_digest(target),
+            "config": dataclasses.asdict(pair.target_config),
             "taps": list(pair.taps),
             "dtype": pair.dtype.name,
             "data": dataset.meta.fingerprint,
@@ -329,7 +341,7 @@ class Run:
         folder, loop = self.work / "features", self.recipe.loop
         write_features(
             pair,
-            params,
+            target,
             dataset,
             folder,
             contract,
@@ -350,6 +362,21 @@ def load_target(
     pair = Pair.of(config, None, sharding, dtype)
     names = target_tensor_name(tie_word_embeddings=config.tie_word_embeddings)
     return pair, load_params(pair.target.placed(sharding), open_source(path), names)
+
+
+def _tokenizer_digest(target: Path) -> str:
+    """Of all that turns text and conversations into ids."""
+    tokenizer = load_tokenizer(target)
+    parts = [str(read_target_config(target).vocab_size)]
+    if tokenizer is not None:
+        parts += [tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _write_whole(path: Path, value: Any) -> None:
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def _as_json(value: Mapping[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """One training step: frozen target, draft, loss, gradient and AdamW, in one jitted program."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, cast
 
@@ -34,6 +35,20 @@ class OptimizerConfig:
     b2: float = 0.95
     warmup: float = 0.04
     """Share of the run over which the rate rises; a cosine to zero follows."""
+
+    def __post_init__(self):
+        accepted = {
+            "kind": (self.kind in ("adamw", "muon"), "adamw or muon"),
+            "learning_rate": (0 < self.learning_rate < math.inf, "more than 0"),
+            "weight_decay": (0 <= self.weight_decay < math.inf, "at least 0"),
+            "clip": (self.clip > 0, "more than 0"),
+            "b1": (0 <= self.b1 < 1, "in [0, 1)"),
+            "b2": (0 <= self.b2 < 1, "in [0, 1)"),
+            "warmup": (0 <= self.warmup <= 1, "in [0, 1]"),
+        }
+        for name, (fits, what) in accepted.items():
+            if not fits:
+                raise ValueError(f"optimizer.{name} must be {what}, got {getattr(self, name)!r}")
 
 
 @jax.tree_util.register_dataclass

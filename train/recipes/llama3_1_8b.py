@@ -1,4 +1,4 @@
-"""Llama-3.1-8B-Instruct, as the DFlash paper trains it: 5 layers, 5 taps, b = 10.
+"""Llama-3.1-8B-Instruct, after the DFlash paper: 5 layers, 5 taps, b = 10.
 
     python -m train regenerate --target meta-llama/Llama-3.1-8B-Instruct --prompts prompts.jsonl \\
         --out answers --temperature 0.6 --top-p 0.9 \\

@@ -1,14 +1,18 @@
-"""Qwen3-4B, thinking off, as the DFlash paper trains it: 5 layers, 5 taps, b = 16.
+"""Qwen3-4B, thinking off, after the DFlash paper: 5 layers, 5 taps, b = 16.
 
     python -m train regenerate --target Qwen/Qwen3-4B --prompts prompts.jsonl --out answers \\
         --temperature 0.7 --top-p 0.8 --top-k 20 --chat-template-kwargs '{"enable_thinking": false}'
     python -m train qwen3-4b --data answers/answers-*.jsonl --evaluation eval.jsonl \\
         --work out/qwen3-4b --fsdp-size 8
 
-Hardware and time: not run in full here. 800,000 samples of about 1,000 tokens, 6 epochs, are 4.8e9
-tokens; train/README.md has what one H200 was measured to do with this shape. Expected tau, greedy
-(the paper, arXiv 2602.06036): GSM8K 6.53, HumanEval 6.64, MT-Bench 4.35. Independent trainings
-reach less; fewer epochs, fewer samples and answers that are not the target's own explain most.
+Unlike the paper's rows ours are packed: the 512 anchors of a row are shared by its documents, about
+three of 1,000 tokens, so an epoch shows each document fewer blocks and costs as much less.
+
+Hardware and time: not run in full. 800,000 samples of about 1,000 tokens, 6 epochs, are 4.8e9
+tokens; `python -m train bench qwen3-4b` says what the devices at hand do a second. Expected tau,
+greedy (the paper, arXiv 2602.06036): GSM8K 6.53, HumanEval 6.64, MT-Bench 4.35. Independent
+trainings reach less; fewer epochs, fewer samples and answers that are not the target's own explain
+most of it.
 """
 
 from dflash_jax.config import RopeConfig, TargetConfig
