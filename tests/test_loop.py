@@ -232,12 +232,14 @@ def test_features_from_disk_give_the_same_loss(pair, tmp_path: Path) -> None:
 def test_a_budget_of_seconds_ends_the_run_and_the_schedule(pair, tmp_path: Path) -> None:
     never = 10**9
     config = dataclasses.replace(
-        CONFIG, steps=never, seconds=2.0, log_every=never, checkpoint_every=never
+        CONFIG, steps=never, seconds=2.0, log_every=5, checkpoint_every=never
     )
     assert run(pair, config=config, work=tmp_path).finished
-    (line,) = read_records(tmp_path / "train.jsonl")
-    assert line["seconds"] >= 2.0 and line["step"] > 50
-    assert 0 < line["learning_rate"] < 0.1 * CONFIG.optimizer.learning_rate  # the cosine's end
+    *_, line = records = read_records(tmp_path / "train.jsonl")
+    assert line["seconds"] >= 2.0
+    # By the number of steps the rate would still be at the very start of its rise.
+    peak, rates = config.optimizer.learning_rate, [r["learning_rate"] for r in records]
+    assert max(rates) > 0.5 * peak and rates[-1] < 0.1 * peak
     before = line["step"]
     assert run(pair, config=config, work=tmp_path).step == before  # the budget is spent
 
