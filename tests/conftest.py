@@ -25,6 +25,8 @@ settings.load_profile("dflash_jax")
 def pytest_configure(config: pytest.Config) -> None:
     # Before any backend is made: the number of devices cannot change afterwards.
     jax.config.update("jax_num_cpu_devices", 4)
+    # Programs of four devices in flight together have starved each other on two cores.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_default_matmul_precision", "highest")

@@ -11,7 +11,9 @@ def checksums(arrays: dict[str, jax.Array]) -> dict[str, str]:
 
     Elements have 8, 16 or 32 bits. Waits for the arrays.
     """
-    sums = jax.device_get({name: _checksum(x) for name, x in arrays.items()})
+    # Each is waited for: on a mesh of CPU devices many small programs of collectives at once can
+    # starve each other of threads until XLA gives up.
+    sums = {name: jax.device_get(_checksum(x)) for name, x in arrays.items()}
     return {name: f"{int(a):08x}{int(b):08x}" for name, (a, b) in sums.items()}
 
 
