@@ -2,11 +2,11 @@
 
 import fcntl
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from train.files import write_whole
 from train.samples import DataError
 
 SETTINGS = "settings.json"
@@ -95,9 +95,7 @@ def claim(folder: Path, settings: Mapping[str, Any]) -> None:
     if check_settings(folder, settings):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{SETTINGS}.{os.getpid()}"  # shards may start together
-    unfinished.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(folder / SETTINGS)
+    write_whole(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
 
 
 def _as_json(value: Any) -> Any:

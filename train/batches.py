@@ -32,6 +32,13 @@ class Batch(Generic[Rows]):
     rows: Rows
 
 
+def on_mesh(rows: Rows, placement: NamedSharding) -> Rows:
+    """A pytree of numpy arrays, whole in every process, as global arrays."""
+    return jax.tree.map(
+        lambda x: jax.make_array_from_callback(x.shape, placement, lambda index: x[index]), rows
+    )
+
+
 class Batches(Generic[Rows]):
     """An endless sequence of batches. Every epoch is a fresh permutation of the rows; what its end
     leaves over begins the next batch, so that no row is left out (and a batch over two epochs may
@@ -87,7 +94,7 @@ class Batches(Generic[Rows]):
                 parts[part] = jax.tree.flatten(self._dataset[rows_index[index[0]]])
         leaves, structure = next(iter(parts.values()))
 
-        def on_mesh(number: int, leaf: np.ndarray) -> jax.Array:
+        def global_array(number: int, leaf: np.ndarray) -> jax.Array:
             def shard(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None
                 leaves, _ = parts[index[0].indices(size)]
@@ -96,5 +103,5 @@ class Batches(Generic[Rows]):
             shape = (size, *leaf.shape[1:])
             return jax.make_array_from_callback(shape, self._placement, shard)
 
-        arrays = [on_mesh(number, leaf) for number, leaf in enumerate(leaves)]
+        arrays = [global_array(number, leaf) for number, leaf in enumerate(leaves)]
         return Batch(step, np.asarray(rows_index), jax.tree.unflatten(structure, arrays))

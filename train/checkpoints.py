@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
 from train.checksum import checksums, element_bits
+from train.files import write_whole
 
 CONTRACT = "contract.json"
 
@@ -235,9 +236,7 @@ def _check_contract(folder: Path, contract: Mapping[str, Any]) -> None:
     path = folder / CONTRACT
     if jax.process_index() == 0 and not path.exists() and not any(folder.glob("[0-9]*")):
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(ours, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, json.dumps(ours, indent=2) + "\n")
     multihost_utils.sync_global_devices("contract written")
     try:
         theirs = json.loads(path.read_text(encoding="utf-8"))

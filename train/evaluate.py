@@ -16,6 +16,7 @@ from dflash_jax.generate import LLM
 from dflash_jax.request import Request, SamplingParams
 from dflash_jax.speculative import DraftSampling
 from dflash_jax.statistics import cut_cycles, loop_start
+from train.files import write_whole
 from train.initial import random_draft
 from train.questions import Question
 
@@ -192,9 +193,7 @@ class EvaluationFile:
 
     def add(self, result: Mapping[str, Any]) -> None:
         self._content["results"].append(result)
-        unfinished = self._path.with_suffix(".partial")
-        unfinished.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(self._path)
+        write_whole(self._path, json.dumps(self._content, indent=1) + "\n")
 
 
 def one_line(result: Mapping[str, Any]) -> str:

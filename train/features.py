@@ -22,6 +22,8 @@ from jax.experimental import multihost_utils
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
 from train.attention import TILES, Tiles
+from train.batches import on_mesh
+from train.files import write_whole
 from train.objective import target_output
 from train.packing import PackedDataset
 from train.rows import PackedRows, TrainingRows
@@ -88,7 +90,7 @@ def write_features(
     folder.mkdir(parents=True, exist_ok=True)
     meta = folder / META
     if jax.process_index() == 0 and not meta.exists():
-        _write_whole(meta, json.dumps(contract, indent=2).encode())
+        write_whole(meta, json.dumps(contract, indent=2))
     multihost_utils.sync_global_devices("features begin")
     _check(folder, contract)
     frozen, taps, placement = FrozenTarget.of(pair), pair.taps, rows_placement(pair)
@@ -102,11 +104,7 @@ def write_features(
     for at in range(0, len(todo), batch_rows):
         wanted = todo[at : at + batch_rows]
         numbers = np.array(wanted + wanted[-1:] * (batch_rows - len(wanted)))  # one shape for all
-        rows = jax.tree.map(
-            lambda x: jax.make_array_from_callback(x.shape, placement, lambda index: x[index]),  # noqa: B023
-            dataset[numbers],
-        )
-        features = features_of(rows, target)
+        features = features_of(on_mesh(dataset[numbers], placement), target)
         for shard in features.addressable_shards:
             if shard.replica_id == 0:
                 places = range(*shard.index[0].indices(batch_rows))
@@ -137,12 +135,6 @@ def _read(path: Path) -> np.ndarray:
             return stored["bits"].view(jnp.dtype(str(stored["dtype"])))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} holds no features: {error}") from error
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
 
 
 def _check(folder: Path, contract: Mapping[str, Any]) -> None:

@@ -15,10 +15,11 @@ import numpy as np
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
 from dflash_jax.sharding import Sharding
-from train.batches import Batch, Batches, RowSource
+from train.batches import Batch, Batches, RowSource, on_mesh
 from train.checkpoints import Checkpoints
 from train.contract import contract_of
 from train.losses import Metrics
+from train.mesh import row_shards
 from train.metrics import MetricsLog, Progress, read_records
 from train.objective import ObjectiveConfig
 from train.preemption import Preemption
@@ -182,7 +183,7 @@ def train(
 
 def check_rows_split(config: LoopConfig, sharding: Sharding) -> None:
     """Raises DataError where the mesh does not divide the rows of a part of a batch."""
-    shards = math.prod(sharding.mesh.shape[a] for a in ("data", "fsdp"))
+    shards = row_shards(sharding)
     part = config.batch_rows // config.accumulation
     if part % shards:
         raise DataError(
@@ -321,7 +322,7 @@ class _Validation:
     """Teacher-forced scores on held-out rows, always with the same anchors."""
 
     def __init__(self, pair: Pair, config: LoopConfig, rows: RowSource[TrainingRows]):
-        shards = math.prod(pair.sharding.mesh.shape[a] for a in ("data", "fsdp"))
+        shards = row_shards(pair.sharding)
         size = config.batch_rows // config.accumulation
         size = min(size, len(rows) // shards * shards)
         if size == 0:
@@ -330,12 +331,7 @@ class _Validation:
             )
         # In order, so that nothing depends on the seed; the ragged end is left out.
         self._batches = [
-            jax.tree.map(
-                lambda x: jax.make_array_from_callback(
-                    x.shape, rows_placement(pair), lambda index, x=x: x[index]
-                ),
-                rows[np.arange(at, at + size)],
-            )
+            on_mesh(rows[np.arange(at, at + size)], rows_placement(pair))
             for at in range(0, len(rows) - size + 1, size)
         ]
         self._validate = make_validation(pair, config.objective, seed=config.seed)

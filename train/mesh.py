@@ -37,3 +37,8 @@ def training_sharding(data: int = 0, fsdp: int = 1, model: int = 1, devices=None
     return Sharding(
         Mesh(grid, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3), TRAINING_RULES
     )
+
+
+def row_shards(sharding: Sharding) -> int:
+    """Over how many devices the rows of a batch are split."""
+    return sharding.mesh.shape["data"] * sharding.mesh.shape["fsdp"]

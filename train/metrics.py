@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 import jax
 
+from train.files import write_whole
+
 
 class MetricsLog:
     """Records in ``folder``/train.jsonl and as scalars in ``folder``/tensorboard.
@@ -34,9 +36,7 @@ class MetricsLog:
         path, board = folder / "train.jsonl", folder / "tensorboard"
         records = [record for record in read_records(path) if record["step"] <= resume_step]
         self._events = _TensorBoard(board)
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text("".join(map(_line, records)), encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, "".join(map(_line, records)))
         for record in records:
             self._events.add(record)
         self._file = path.open("a", encoding="utf-8")

@@ -35,6 +35,7 @@ from train.answers import answers_path, claim
 from train.contract import weights_digest
 from train.evaluate import EvaluationFile, evaluate_settings, one_line, settings_of, untrained
 from train.features import RowsWithFeatures, write_features
+from train.files import write_whole
 from train.initial import draft_from_target, random_draft
 from train.loop import check_rows_split, train
 from train.mesh import training_sharding
@@ -157,7 +158,7 @@ class Run:
                 seconds=left / (kinds - number),
             )
             self.report(f"answers at T = {sampling.temperature}: {written}")
-        _write_whole(done, {"questions": asked})
+        write_whole(done, json.dumps({"questions": asked}) + "\n")
 
     def train(self) -> bool:
         """Whether the run came to its end; if not, the same call goes on."""
@@ -255,10 +256,8 @@ class Run:
             prompts = [Prompt(f"self/{i}", "self-written", text) for i, text in enumerate(clean)]
             kept, _ = drop_contaminated(prompts, {"evaluation": judged})
             self.report(f"self-written questions: {len(texts)} whole, {len(kept)} kept")
-            unfinished = path.with_suffix(".partial")
             lines = (json.dumps(dataclasses.asdict(prompt)) + "\n" for prompt in kept)
-            unfinished.write_text("".join(lines), encoding="utf-8")
-            unfinished.replace(path)
+            write_whole(path, "".join(lines))
         lines = path.read_text(encoding="utf-8").splitlines()
         return [Question.of_text(**json.loads(line)) for line in lines]
 
@@ -286,7 +285,7 @@ class Run:
             try:
                 shutil.rmtree(folder, ignore_errors=True)
                 self._pack(paths, folder, target)
-                _write_whole(stamp, source)
+                write_whole(stamp, json.dumps(source, indent=1) + "\n")
             except Exception as caught:  # raised below, in every process
                 error = caught
         # The others would otherwise wait for rows that never come.
@@ -371,12 +370,6 @@ def _tokenizer_digest(target: Path) -> str:
     if tokenizer is not None:
         parts += [tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def _write_whole(path: Path, value: Any) -> None:
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
 
 
 def _as_json(value: Mapping[str, Any]) -> Any:

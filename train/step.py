@@ -141,7 +141,7 @@ def make_step(
             # Strided parts: every device keeps the rows that it has.
             def cut(x):
                 x = x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1)
-                return _constrain_rows(sharding, x, leading=1)
+                return sharding.constrain(x, None, "rows", *(None,) * (x.ndim - 2))
 
             def add(total, part):
                 return jax.tree.map(jnp.add, total, gradient_of(part)), None
@@ -219,8 +219,3 @@ def _loss_sum(pair: Pair, config: ObjectiveConfig):
         return metrics.weighted_loss, metrics
 
     return loss
-
-
-def _constrain_rows(sharding, x: Array, *, leading: int) -> Array:
-    spec = PartitionSpec(*(None,) * leading, sharding.rules["rows"])
-    return jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, spec))

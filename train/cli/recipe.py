@@ -14,6 +14,7 @@ import jax
 
 from dflash_jax.compilation_cache import default_compilation_cache_dir, keep_compilations
 from dflash_jax.flags import choices, flag
+from train.cli.mesh_args import MeshArgs
 from train.cli.overrides import with_overrides
 from train.questions import Question, read_questions
 from train.recipes import RECIPES
@@ -26,7 +27,7 @@ INTERRUPTED = 143  # as the shell has it for SIGTERM: a scheduler starts the run
 
 
 @dataclasses.dataclass(frozen=True)
-class RunArgs:
+class RunArgs(MeshArgs):
     """Raises ValueError naming an impossible flag."""
 
     work: Path = flag("where everything is written", "--work", type=Path, required=True)
@@ -60,18 +61,6 @@ class RunArgs:
     offline_features: bool = flag(
         "keep the target's features on disk (n * D * 2 bytes a token) instead of computing them in "
         "every step", "--offline-features", default=False, type=bool,
-    )  # fmt: skip
-    data_parallel_size: int = flag(
-        "copies of the weights (default: all devices over the other two)", "--data-parallel-size",
-        default=0, type=int,
-    )  # fmt: skip
-    fsdp_size: int = flag(
-        "devices that split weights and optimiser state between them", "--fsdp-size", default=1,
-        type=int,
-    )  # fmt: skip
-    tensor_parallel_size: int = flag(
-        "devices that split heads, ffn and vocabulary", "--tensor-parallel-size", default=1,
-        type=int,
     )  # fmt: skip
     max_bad_share: float = flag(
         "malformed lines up to this share of all are named and skipped", "--max-bad-share",
@@ -127,7 +116,7 @@ def run(name: str, args: RunArgs) -> int:
         target=args.target,
         seconds=args.seconds,
         features=args.offline_features,
-        mesh=(args.data_parallel_size, args.fsdp_size, args.tensor_parallel_size),
+        mesh=args.mesh,
         max_bad_share=args.max_bad_share,
         report=functools.partial(print, flush=True) if jax.process_index() == 0 else _silent,
     )
