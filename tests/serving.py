@@ -28,10 +28,10 @@ class Running:
     loop: asyncio.AbstractEventLoop
 
     def post(self, path: str, body: object, **options) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, trust_env=False, **options)
+        return httpx.post(self.url + path, json=body, timeout=300, trust_env=False, **options)
 
     def get(self, path: str, **options) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, trust_env=False, **options)
+        return httpx.get(self.url + path, timeout=300, trust_env=False, **options)
 
     def openai(self, **options) -> openai.OpenAI:
         http = openai.DefaultHttpxClient(trust_env=False)

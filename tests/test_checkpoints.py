@@ -426,7 +426,7 @@ def test_two_processes(tmp_path):
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     processes = [start(TOGETHER, address, number, tmp_path) for number in range(2)]
-    outputs = [process.communicate(timeout=120) for process in processes]
+    outputs = [process.communicate(timeout=600) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     told = ("stopped", "checkpoint", "found")  # Gloo has its own say on stdout
     lines = [[line for line in out.splitlines() if line.startswith(told)] for out, _ in outputs]

@@ -1,12 +1,14 @@
 """The training loop on a language that a draft can learn: counting modulo 7."""
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -229,7 +231,14 @@ def test_features_from_disk_give_the_same_loss(pair, tmp_path: Path) -> None:
         RowsWithFeatures(dataset, folder, contract)
 
 
-def test_a_budget_of_seconds_ends_the_run_and_the_schedule(pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tick", [0.013, 0.017, 0.02])
+def test_a_budget_of_seconds_ends_the_run_and_the_schedule(
+    pair, tick: float, tmp_path: Path, monkeypatch
+) -> None:
+    """Each look at the clock is ``tick`` later than the one before: the end falls between any two
+    lines of the loop, on a log line or off it."""
+    clock = (tick * n for n in itertools.count())
+    monkeypatch.setattr("train.loop.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     never = 10**9
     config = dataclasses.replace(
         CONFIG, steps=never, seconds=2.0, log_every=5, checkpoint_every=never

@@ -204,6 +204,6 @@ def test_a_browser_shows_it(page: Path) -> None:
     assert BROWSER is not None
     shown = subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, text=True, check=True, timeout=300,
     ).stdout  # fmt: skip
     assert shown.count("<svg") == 5 and "Real decoding" in shown

@@ -48,7 +48,7 @@ def server(folders, alone):
 def nothing_leaks(server: Running):
     """Every test leaves every page free."""
     yield
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     scheduler = server.engine.served.engine.scheduler
     while scheduler.running or scheduler.waiting or server.engine.live_ids():
         assert time.monotonic() < deadline, "a request is still held"
@@ -345,7 +345,7 @@ def test_clients_that_leave_free_their_pages(server):
                     if stream:
                         next(response.iter_raw())
                         raise httpx.ReadTimeout("enough")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120
     while server.metric("dflash:requests_aborted_total") <= aborted:
         assert time.monotonic() < deadline
     assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
@@ -353,7 +353,7 @@ def test_clients_that_leave_free_their_pages(server):
 
 def test_abort_ends_an_answer_with_its_reason(server):
     async def scenario():
-        async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=300) as client:
             body = {**LONG, "prompt": ["a"] * 8, "request_id": "mine"}
             answer = asyncio.create_task(client.post("/v1/completions", json=body))
             aborted: list[str] = []

@@ -160,8 +160,12 @@ def train(
             state, done = run.advance(state, batch)
             finished = not preemption.requested(done)
             ends = done == total or run.out_of_time or not finished
-            if ends or done % config.checkpoint_every == 0:
+            due = ends or done % config.checkpoint_every == 0
+            if due or done % config.log_every == 0:
+                # After the clock was read: the last record is where the next process reads what
+                # of the budget is spent, so it may not be older than the decision to end.
                 run.write_log(done)
+            if due:
                 score = None
                 if validation is not None and finished:
                     held = validation.score(state.masters, target)
@@ -278,8 +282,6 @@ class _Run:
             jax.block_until_ready(report)
             self._started = self._last = time.perf_counter()
         self._progress.move(done)
-        if done % self._config.log_every == 0:
-            self.write_log(done)
         return state, done
 
     def write_log(self, done: int) -> None:
