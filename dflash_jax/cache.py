@@ -16,9 +16,9 @@ from dflash_jax.config import TransformerConfig
 from dflash_jax.layers import Attend
 from dflash_jax.sampling import SamplingRows
 from dflash_jax.sharding import Sharding, partition
-from pallas_kernels import block_attention, write_rows
+from pallas_kernels import block_attention, row_width, write_rows
 
-POOL = partition("pages", None, "kv_heads", None)
+POOL = partition("pages", "kv_heads", None, None)
 ROWS = partition("rows", None, "heads", None)  # q, k, v: [B, T, heads, H]
 TABLE, VECTOR = partition("rows", None), partition("rows")
 
@@ -26,10 +26,10 @@ TABLE, VECTOR = partition("rows", None), partition("rows")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVPools:
-    """A model's K and V, one pool a layer: [P, page_size, K, H]."""
+    """A model's K and V, one pool a layer: [P, K, page_size, W]."""
 
-    k: tuple[Float[Array, "P page K H"], ...]
-    v: tuple[Float[Array, "P page K H"], ...]
+    k: tuple[Float[Array, "P K page W"], ...]
+    v: tuple[Float[Array, "P K page W"], ...]
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +98,8 @@ def allocate(
     """Zeroed pools of ``pages`` pages a data shard. ``config`` None: no layers."""
     if config is None:
         return KVPools((), ())
-    shape = (pages * sharding.data, page_size, kv_heads(config, sharding), config.head_dim)
+    width = row_width(config.head_dim, sharding.mesh.devices.flat[0].platform)
+    shape = (pages * sharding.data, kv_heads(config, sharding), page_size, width)
     placement = jax.sharding.NamedSharding(sharding.mesh, POOL)
 
     def pool():
@@ -132,7 +133,7 @@ def paged_attend(
             out_specs=ROWS,
             check_vma=False,
         )
-        k, v = repeat_heads(k, k_pool.shape[2]), repeat_heads(v, v_pool.shape[2])
+        k, v = repeat_heads(k, k_pool.shape[1]), repeat_heads(v, v_pool.shape[1])
         return run(q, k, v, k_pool, v_pool, page_table, lengths)
 
     return attend
@@ -168,7 +169,7 @@ class WritingAttend:
                 out_specs=POOL,
                 check_vma=False,
             )
-            rows = repeat_heads(rows, pool.shape[2])
+            rows = repeat_heads(rows, pool.shape[1])
             return run(pool, rows, self._page_table, self._lengths, self._count)
 
         self._k[layer], self._v[layer] = write(self._k[layer], k), write(self._v[layer], v)

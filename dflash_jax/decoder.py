@@ -152,7 +152,7 @@ def inject(
     context = draft.context(features)
     pools = state.draft_kv
     frequencies, factor = rope_frequencies(config.rope, config.head_dim)
-    heads = pools.k[0].shape[2]
+    heads = pools.k[0].shape[1]
     attentions = [layer.self_attn for layer in draft.layers]
 
     def weights(kernel: Array) -> Array:

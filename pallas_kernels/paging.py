@@ -1,29 +1,46 @@
 """Where a token's K and V live: position p of a row is page ``table[p // page_size]``, row
-``p % page_size`` of the pool. Page 0 is the null page: unused table entries name it, writes to it
-are harmless and no live position reads it.
+``p % page_size`` of each head's part of it. Page 0 is the null page: unused table entries name it,
+writes to it are harmless and no live position reads it.
+
+Pools are head-major, [P, K, page, H]: a head's page is one contiguous matrix, which a kernel copies
+in one piece and multiplies as it lies, and a shard with a single head pads nothing. On a TPU their
+rows are whole vectors of 128 lanes, the rest zeros: see ``row_width``.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+LANES = 128
+
+
+def row_width(head_dim: int, platform: str) -> int:
+    """How wide a pool's rows are for heads of ``head_dim`` H.
+
+    A TPU's memory holds rows in units of 128 lanes whatever H says, and asked for narrower ones XLA
+    turns the whole pool around, page dimension last: every kernel that wants its rows would then be
+    handed a copy of the pool.
+    """
+    return -(-head_dim // LANES) * LANES if platform == "tpu" else head_dim
+
 
 def write_rows(
-    pool: Float[Array, "P page K H"],
+    pool: Float[Array, "P K page W"],
     rows: Float[Array, "B T K H"],
     page_table: Int[Array, "B pages"],
     start: Int[Array, "B"],
     count: Int[Array, "B"],
-) -> Float[Array, "P page K H"]:
+) -> Float[Array, "P K page W"]:
     """Write the first ``count`` rows of each sequence at positions ``start..start+count-1``.
 
-    Rows past ``count`` or past the end of the page table are dropped. Under jit with a donated
-    pool the write is in place.
+    Rows past ``count`` or past the end of the page table are dropped; rows narrower than the pool's
+    are filled up with zeros. Under jit with a donated pool the write is in place.
     """
-    page_size = pool.shape[1]
+    rows = jnp.pad(rows, [(0, 0)] * 3 + [(0, pool.shape[3] - rows.shape[3])])
+    page_size = pool.shape[2]
     offsets = jnp.arange(rows.shape[1], dtype=jnp.int32)[None, :]
     position = start[:, None] + offsets
     live = (offsets < count[:, None]) & (position < page_table.shape[1] * page_size)
     entry = jnp.where(live, position // page_size, 0)
     page = jnp.take_along_axis(page_table, entry, axis=1)
     page = jnp.where(live, page, pool.shape[0])  # out of range, so `drop` skips the row
-    return pool.at[page, position % page_size].set(rows.astype(pool.dtype), mode="drop")
+    return pool.at[page, :, position % page_size].set(rows.astype(pool.dtype), mode="drop")

@@ -1,5 +1,5 @@
-"""Block attention: every implementation that a CPU runs against jax.nn.dot_product_attention over
-dense K/V that numpy gathered, never through our paging."""
+"""Block attention: every implementation that this machine runs against
+jax.nn.dot_product_attention over dense K/V that numpy gathered, never through our paging."""
 
 import dataclasses
 from functools import partial
@@ -10,13 +10,45 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from tpu_interpreter import INTERPRET, no_races, races_found
 
-from pallas_kernels import block_attention
+from pallas_kernels import block_attention, row_width
+from pallas_kernels.block_attention import gpu, tpu
 from pallas_kernels.block_attention.portable import CHUNK_TOKENS
+from pallas_kernels.block_attention.shapes import SHAPES as NAMED
 
-IMPLEMENTATIONS = ["reference", "portable"]
 # float32 sums of at most 2,000 products in two orders; a masking error is off by 1e-1.
 TOLERANCE = 2e-5
+ON_GPU = jax.default_backend() == "gpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """How a test calls one: kernels are interpreted where their chip is not, and get small tiles,
+    so that small shapes take several."""
+
+    name: str
+    tiles: tpu.Tiles | gpu.Tiles | None = None
+
+    @property
+    def platform(self) -> str:
+        return "tpu" if self.name == "tpu" else "cpu"
+
+    @property
+    def options(self) -> dict:
+        if self.tiles is None:
+            return {"implementation": self.name}
+        interpret = INTERPRET if self.name == "tpu" else not ON_GPU
+        return {"implementation": self.name, "tiles": self.tiles, "interpret": interpret}
+
+
+ANYWHERE = [Implementation("reference"), Implementation("portable")]
+KERNELS = [
+    Implementation("tpu", tpu.Tiles(query_rows=32, context=32, keys=16)),
+    Implementation("gpu", gpu.Tiles(query_rows=32, keys=16, programs=20)),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +61,7 @@ class Shape:
     head_dim: int
     page_size: int
     width: int
+    windows: tuple[int | None, ...] = (None, 1, 3, 40)
 
     @property
     def capacity(self) -> int:
@@ -44,6 +77,12 @@ SHAPES = [
     Shape(3, 1, 2, 8, CHUNK_TOKENS + 8, 3),  # a page longer than a chunk
     Shape(4, 1, 1, 8, 48, 24),  # a page that does not divide a chunk
 ]
+# For the kernels: one token and one head; several heads; several query tiles, the last one cut.
+KERNEL_SHAPES = [
+    Shape(1, 1, 1, 128, 8, 9, (None, 17)),
+    Shape(16, 2, 3, 64, 8, 9, (None, 20)),
+    Shape(37, 1, 2, 80, 16, 5, (None, 24)),
+]
 BATCH = 3
 
 
@@ -57,21 +96,23 @@ class Case:
 
 
 @st.composite
-def cases(draw) -> Case:
-    shape = draw(st.sampled_from(SHAPES))
-    edges = sorted({0, 1, shape.page_size - 1, shape.page_size, shape.capacity, CHUNK_TOKENS})
-    edge = st.sampled_from([e for e in edges if e <= shape.capacity])
+def cases(draw, shapes: list[Shape]) -> Case:
+    shape = draw(st.sampled_from(shapes))
+    window = draw(st.sampled_from(shape.windows))
+    edges = {0, 1, shape.page_size - 1, shape.page_size, shape.capacity, CHUNK_TOKENS}
+    edges |= {window - 1, window, window + 1} if window else set()
+    edge = st.sampled_from([e for e in sorted(edges) if e <= shape.capacity])
     length = st.one_of(edge, st.integers(0, shape.capacity))
     return Case(
         shape,
         tuple(draw(st.lists(length, min_size=BATCH, max_size=BATCH))),
         draw(st.booleans()),
-        draw(st.sampled_from([None, None, 1, 3, 40])),
+        window,
         draw(st.integers(0, 2**16)),
     )
 
 
-def tensors(case: Case, dtype=np.float32):
+def tensors(case: Case, dtype=np.float32, platform: str = "cpu"):
     """q, k, v, poisoned pools, a shuffled page table; and the dense context they stand for."""
     shape, rng = case.shape, np.random.default_rng(case.seed)
     heads = (shape.kv_heads, shape.head_dim)
@@ -81,7 +122,8 @@ def tensors(case: Case, dtype=np.float32):
     k, v = rng.standard_normal((2, BATCH, shape.tokens, *heads), np.float32)
     context = rng.standard_normal((2, BATCH, shape.capacity, *heads), np.float32)
     pages = BATCH * shape.width + 3
-    pools = np.full((2, pages, shape.page_size, *heads), np.nan, np.float32)
+    row = row_width(shape.head_dim, platform)
+    pools = np.full((2, pages, heads[0], shape.page_size, row), np.nan, np.float32)
     ids = rng.permutation(np.arange(1, pages))
     table = np.zeros((BATCH, shape.width), np.int32)  # entries past a row's pages: the null page
     for row, length in enumerate(case.lengths):
@@ -90,14 +132,20 @@ def tensors(case: Case, dtype=np.float32):
             table[row, entry] = ids[row * shape.width + entry]
         for position in range(first, length):  # nothing else may be looked at
             page, offset = table[row, position // shape.page_size], position % shape.page_size
-            pools[:, page, offset] = context[:, row, position]
+            pools[:, page, :, offset, : shape.head_dim] = context[:, row, position]
+            pools[:, page, :, offset, shape.head_dim :] = 0
     arrays = [jnp.asarray(a, dtype) for a in (q, k, v, pools[0], pools[1])]
     return (*arrays, jnp.asarray(table), jnp.asarray(case.lengths, jnp.int32)), context
 
 
-@partial(jax.jit, static_argnames=("causal", "window", "implementation"))
-def attend(*operands, causal, window, implementation):
-    return block_attention(*operands, causal=causal, window=window, implementation=implementation)
+@partial(
+    jax.jit,
+    static_argnames=(
+        "causal", "window", "scale", "soft_cap", "implementation", "tiles", "interpret"
+    ),
+)  # fmt: skip
+def attend(*operands, **options):
+    return block_attention(*operands, **options)
 
 
 @jax.jit
@@ -125,42 +173,127 @@ def oracle(case: Case, operands, context) -> np.ndarray:
     return np.asarray(dense(q, keys, values, jnp.asarray(mask)))
 
 
+def check(case: Case, implementation: Implementation) -> None:
+    operands, context = tensors(case, platform=implementation.platform)
+    options = {"causal": case.causal, "window": case.window, **implementation.options}
+    got = attend(*operands, **options)
+    expected = oracle(case, operands, context)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE, err_msg=implementation.name)
+
+
 @settings(max_examples=60)
-@given(cases())
+@given(cases(SHAPES))
 @example(Case(SHAPES[1], (0, 0, 0), False, None, 0))  # no context at all
 @example(Case(SHAPES[4], (0, 1280, 513), False, None, 1))
 @example(Case(SHAPES[4], (1280, 1279, 1200), False, 40, 2))  # the loop starts past its first chunk
 @example(Case(SHAPES[3], (32, 8, 7), False, None, 3))  # head_dim 64, bidirectional
 def test_every_implementation_equals_dense_attention(case: Case) -> None:
     """Faults 21 (window), 22 (non-causal at head_dim 64), 24 (context past a chunk)."""
-    operands, context = tensors(case)
-    expected = oracle(case, operands, context)
-    for implementation in IMPLEMENTATIONS:
-        got = attend(
-            *operands, causal=case.causal, window=case.window, implementation=implementation
-        )
-        np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE, err_msg=implementation)
+    for implementation in ANYWHERE:
+        check(case, implementation)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_bfloat16_is_the_rounded_float32_result(implementation: str) -> None:
-    case = Case(SHAPES[4], (1280, 700, 3), True, None, 5)
-    operands, _ = tensors(case, jnp.bfloat16)
+@settings(max_examples=24)
+@given(cases(KERNEL_SHAPES))
+@example(Case(KERNEL_SHAPES[1], (0, 0, 0), False, None, 0))
+@example(Case(KERNEL_SHAPES[1], (0, 72, 0), True, 20, 1))  # an empty row before and behind
+@example(Case(KERNEL_SHAPES[2], (80, 1, 33), False, 24, 2))
+def test_kernels_equal_dense_attention(case: Case) -> None:
+    for implementation in KERNELS:
+        with no_races():
+            check(case, implementation)
+
+
+ALL = [*ANYWHERE, *KERNELS]
+by_name = pytest.mark.parametrize("implementation", ALL, ids=lambda i: i.name)
+COMMON = Case(KERNEL_SHAPES[1], (72, 33, 3), True, None, 5)
+
+
+@by_name
+def test_bfloat16_is_the_rounded_float32_result(implementation: Implementation) -> None:
+    case = dataclasses.replace(COMMON, shape=dataclasses.replace(COMMON.shape, page_size=16))
+    operands, _ = tensors(case, jnp.bfloat16, implementation.platform)
     wide = [jnp.asarray(x, jnp.float32) for x in operands[:5]]
-    expected = attend(*wide, *operands[5:], causal=True, window=None, implementation="reference")
-    got = attend(*operands, causal=True, window=None, implementation=implementation)
+    expected = attend(*wide, *operands[5:], causal=True, implementation="reference")
+    got = attend(*operands, causal=True, **implementation.options)
     assert got.dtype == jnp.bfloat16
     # Weights and result are rounded once each to 8 bits: 2 * 2**-8 of values below 4.
     np.testing.assert_allclose(np.asarray(got, np.float32), expected, rtol=2**-7, atol=2**-7)
 
 
-def test_scale() -> None:
-    operands, _ = tensors(Case(SHAPES[1], (3, 4, 20), True, None, 6))
+@by_name
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_narrow_pages(implementation: Implementation, dtype: str) -> None:
+    """What was stored is a page's value times its head's scale; the block itself stays wide."""
+    shape = dataclasses.replace(COMMON.shape, page_size=32, width=3)
+    case = dataclasses.replace(COMMON, shape=shape)
+    (q, k, v, k_pages, v_pages, *rest), _ = tensors(case, platform=implementation.platform)
+    scales = jnp.asarray([[0.05, 0.02], [0.03, 0.04]], jnp.float32)
+    narrow, stored = [], []
+    for pool, scale in zip((k_pages, v_pages), scales, strict=True):
+        scale = scale[None, :, None, None]
+        values = jnp.nan_to_num(pool / scale)  # an integer cannot be poisoned
+        values = jnp.round(values) if dtype == "int8" else values
+        narrow.append(values.astype(dtype))
+        stored.append(narrow[-1].astype(jnp.float32) * scale)
+    expected = attend(q, k, v, *stored, *rest, causal=True, implementation="reference")
+    got = attend(
+        q, k, v, *narrow, *rest,
+        causal=True, k_scale=scales[0], v_scale=scales[1], **implementation.options,
+    )  # fmt: skip
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE)
+
+
+@by_name
+def test_scale_and_soft_cap(implementation: Implementation) -> None:
+    operands, _ = tensors(COMMON, platform=implementation.platform)
+    options = {"causal": True, **implementation.options}
     doubled = (operands[0] * 2, *operands[1:])
-    for name in IMPLEMENTATIONS:
-        options = {"causal": True, "implementation": name}
-        got = block_attention(*doubled, scale=0.5 * 8**-0.5, **options)
-        np.testing.assert_allclose(got, block_attention(*operands, **options), atol=TOLERANCE)
+    got = attend(*doubled, scale=0.5 * 64**-0.5, **options)
+    plain = attend(*operands, **options)
+    np.testing.assert_allclose(got, plain, rtol=0, atol=TOLERANCE)
+    capped = attend(*operands, soft_cap=0.5, **options)
+    (q, k, v, k_pages, v_pages, table, lengths) = operands
+    # By hand, for the last query of the first row, whose 72 + 16 keys it sees all.
+    keys = jnp.concatenate([dense_rows(k_pages, table[0])[:, :64], k[0, :, 0]])
+    values = jnp.concatenate([dense_rows(v_pages, table[0])[:, :64], v[0, :, 0]])
+    weights = jax.nn.softmax(0.5 * jnp.tanh(keys @ q[0, -1, 0] / 8 / 0.5))
+    np.testing.assert_allclose(capped[0, -1, 0], weights @ values, rtol=0, atol=TOLERANCE)
+    assert np.abs(capped - plain).max() > 0.1
+
+
+def dense_rows(pool, table):
+    """The first head's rows of a table's pages."""
+    return pool[table, 0].reshape(-1, pool.shape[3])
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_gpu_kernel_lowers(name: str) -> None:
+    """Triton's rules (powers of two, what it cannot express) are checked without a GPU."""
+    shape = NAMED[name]
+    options = {"causal": shape.causal, "window": shape.window, "soft_cap": shape.soft_cap}
+    traced = attend.trace(*shape.abstract("gpu"), **options, implementation="gpu")
+    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_race_is_found() -> None:
+    """The check that the kernel tests make can fail: this one reads before its copy has come."""
+
+    def racy(source, out, buffer, semaphore):
+        copy = pltpu.make_async_copy(source, buffer, semaphore)
+        copy.start()
+        out[...] = buffer[...]
+        copy.wait()
+
+    x = jnp.ones((8, 128))
+    pl.pallas_call(
+        racy,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)],
+        scratch_shapes=[pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA],
+        interpret=INTERPRET,
+    )(x)
+    assert races_found()
 
 
 def test_the_front_door_names_what_does_not_fit() -> None:
@@ -171,16 +304,27 @@ def test_the_front_door_names_what_does_not_fit() -> None:
     def call(q=q, k=k, v=v, k_pages=k_pages, v_pages=v_pages, table=table, lengths=lengths, **kw):
         return block_attention(q, k, v, k_pages, v_pages, table, lengths, causal=True, **kw)
 
+    wide = dict.fromkeys(("k_pages", "v_pages"), jnp.zeros((*k_pages.shape[:3], 128)))
+    huge = {"q": jnp.zeros((3, 8, 6, 512)), "k": jnp.zeros((3, 8, 2, 512))}
+    huge |= {"v": huge["k"], **dict.fromkeys(wide, jnp.zeros((*k_pages.shape[:3], 512)))}
     for wrong, match in [
         ({"k": k[:, :-1]}, "does not fit k"),
         ({"v": v[..., :-1]}, "does not fit k"),
         ({"q": q[:, :, :5]}, "5 query heads are no multiple of 2"),
-        ({"k_pages": k_pages[:, :, :1]}, "do not fit k"),
+        ({"k_pages": k_pages[:, :1]}, "do not fit k"),
         ({"v_pages": v_pages[1:]}, "do not fit k"),
         ({"table": table[1:]}, "must have 3 rows"),
         ({"lengths": lengths[1:]}, "must have 3 rows"),
         ({"window": 0}, "window must be at least 1, got 0"),
+        ({"soft_cap": 0.0}, "soft_cap must be above 0, got 0"),
+        ({"q": q.astype(jnp.float16)}, "q float16, k float32, v float32 must be one of"),
+        ({"k_pages": k_pages.astype(jnp.bfloat16)}, "pages bfloat16, float32 under a float32"),
+        ({"k_scale": jnp.ones(2)}, "k_scale and v_scale are for int8 and float8 pages"),
+        ({"interpret": True}, "tiles and interpret are for implementations tpu and gpu"),
         ({"implementation": "fastest"}, "no implementation 'fastest'; accepted: auto, reference"),
+        ({"implementation": "tpu"}, "rows are 8 wide and must be a multiple of 128"),
+        ({"implementation": "tpu", **wide}, "page_size 4 must be a multiple of 8 for float32"),
+        ({"implementation": "gpu", **huge}, "head_dim 512 is over the kernels' 256"),
     ]:
         with pytest.raises(ValueError, match=match):
             call(**wrong)

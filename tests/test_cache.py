@@ -14,7 +14,7 @@ TOLERANCE = 2e-4
 
 def rows(pools: KVPools, pages: list[int], length: int) -> list[tuple[np.ndarray, np.ndarray]]:
     def dense(pool) -> np.ndarray:
-        paged = np.asarray(pool)[pages]
+        paged = np.asarray(pool)[pages].swapaxes(1, 2)
         return paged.reshape(-1, *paged.shape[2:])[:length]
 
     return [(dense(k), dense(v)) for k, v in zip(pools.k, pools.v, strict=True)]

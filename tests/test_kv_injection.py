@@ -30,8 +30,8 @@ def operands(seed: int, dtype=np.float32) -> dict:
         "k_weights": arrays(DIM, 16),
         "v_weights": arrays(DIM, 16),
         "k_norms": arrays(8),
-        "k_pages": arrays(pages, PAGE, *HEADS),
-        "v_pages": arrays(pages, PAGE, *HEADS),
+        "k_pages": arrays(pages, HEADS[0], PAGE, HEADS[1]),
+        "v_pages": arrays(pages, HEADS[0], PAGE, HEADS[1]),
         "page_table": table.astype(np.int32),
         "start": np.array([0, 3, 7], np.int32),
         "count": np.array([TOKENS, 2, 0], np.int32),
@@ -56,7 +56,7 @@ def oracle(ops: dict) -> tuple[list[np.ndarray], list[np.ndarray]]:
                 k = k / np.sqrt((k**2).mean(-1, keepdims=True) + EPS) * norm
                 turned = (k[:, :3] + 1j * k[:, 3:6]) * np.exp(1j * position * FREQUENCIES) * FACTOR
                 k = np.concatenate([turned.real, turned.imag, k[:, 6:]], axis=-1)
-                place = ops["page_table"][b, position // PAGE], position % PAGE
+                place = ops["page_table"][b, position // PAGE], slice(None), position % PAGE
                 k_pages[layer][place] = k
                 v_pages[layer][place] = (features[b, t] @ v_weight).reshape(HEADS)
     return k_pages, v_pages

@@ -82,8 +82,8 @@ def test_pools_and_weights_are_split() -> None:
     pair, params = tiny_pair(target=WIDE, draft=WIDE, sharding=Sharding(make_mesh(2, 2)))
     state = pair.new_state(slots=4, pages=10, page_size=4)
     for pool in (*state.target_kv.k, *state.draft_kv.v):
-        assert pool.shape == (20, 4, 2, 8)
-        assert pool.addressable_shards[0].data.shape == (10, 4, 1, 8)
+        assert pool.shape == (20, 2, 4, 8)
+        assert pool.addressable_shards[0].data.shape == (10, 1, 4, 8)
     kernel = params.target["model.layers.0.self_attn.q_proj.kernel"]
     assert kernel.addressable_shards[0].data.shape == (24, 32)
 

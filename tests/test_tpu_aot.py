@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+PAGES = 40_000  # of tpu_aot.py
 SETTINGS = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "JAX_PLATFORMS": "cpu",
@@ -27,16 +28,24 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("topology", "data", "model"), [("v5e:2x2", 2, 2), ("v5p:2x2x1", 1, 4), ("v6e:2x2", 4, 1)]
+    ("topology", "data", "model"),
+    [("v5e:2x2", 2, 2), ("v5p:2x2x1", 1, 4), ("v6e:2x2", 4, 1), ("tpu7x:2x2x1", 2, 2)],
 )
-def test_every_step_compiles_and_moves_no_pool(topology: str, data: int, model: int) -> None:
-    """Donated pools are updated in place on every chip, and no collective touches one."""
+def test_everything_compiles_and_moves_no_pool(topology: str, data: int, model: int) -> None:
+    """Every shape of every kernel; and the steps with a kernel a layer. Donated pools are updated
+    in place on every chip, none is copied and no collective touches one."""
     command = [sys.executable, str(TESTS / "tpu_aot.py"), topology, str(data), str(model)]
     environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(TESTS.parent)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
     report = json.loads(result.stdout.splitlines()[-1])
-    pools = 5 * 2 * 34 * 16 * (2 if model == 1 else 1) * 64 * 2  # bytes a chip
-    for name, step in report.items():
-        assert step["aliased"] >= pools, name
+    page = 16 * 128 * 2  # bytes of a head's
+    pool = PAGES * page * (2 if model == 1 else 1)  # a chip
+    layers = {"prefill": 3, "plain": 3, "speculative": 3 + 2}
+    for name, step in report["steps"].items():
+        assert step["kernels"] == layers[name], name
+        assert step["aliased"] >= 5 * 2 * pool, name
+        assert step["temporary"] < pool, name
         assert not step["pools_moved"], name
+    for name, temporary in report["kernels"].items():
+        assert temporary < PAGES * page, name

@@ -1,5 +1,6 @@
-"""Compiles the three steps for a TPU topology without a TPU; prints one JSON line. Run by
-test_tpu_aot.py in a process of its own: libtpu reads its settings from the environment."""
+"""Compiles every kernel's shapes and the three steps for a TPU topology without a TPU; prints one
+JSON line. Run by test_tpu_aot.py in a process of its own: libtpu reads its settings from the
+environment."""
 
 import json
 import re
@@ -18,6 +19,8 @@ from dflash_jax.plain import plain_step
 from dflash_jax.sampling import SamplingRows
 from dflash_jax.sharding import Sharding, make_mesh
 from dflash_jax.speculative import prefill_step, speculative_step
+from pallas_kernels import block_attention
+from pallas_kernels.block_attention.shapes import SHAPES as ATTENTION
 
 SHAPE = {
     "vocab_size": 512,
@@ -44,7 +47,8 @@ DRAFT = DraftConfig(
     windows=(None, 64),
     causal=(False, True),
 )
-PAGES, PAGE_SIZE, SLOTS, ROWS, CHUNK = 34, 16, 4, 4, 64
+# Pools far larger than VMEM, as they are: XLA copies one that fits there as a whole.
+PAGES, PAGE_SIZE, SLOTS, ROWS, CHUNK = 40_000, 16, 4, 4, 64
 
 
 def main(topology_name: str, data: int, model: int) -> None:
@@ -58,7 +62,7 @@ def main(topology_name: str, data: int, model: int) -> None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placement)
 
     heads = kv_heads(TARGET, sharding)
-    pool = abstract((PAGES * data, PAGE_SIZE, heads, 64), jnp.bfloat16, *POOL)
+    pool = abstract((PAGES * data, heads, PAGE_SIZE, 128), jnp.bfloat16, *POOL)
     pools = [KVPools((pool,) * n, (pool,) * n) for n in (TARGET.num_layers, DRAFT.num_layers)]
     ints, floats = partial(abstract, dtype=jnp.int32), partial(abstract, dtype=jnp.float32)
     state = DecodeState(*pools, ints((SLOTS + 1,)), ints((SLOTS + 1,)))
@@ -82,7 +86,7 @@ def main(topology_name: str, data: int, model: int) -> None:
         "speculative": (partial(speculative_step, block_size=16), ()),
     }
     # A shard's part of a pool, as a collective or a copy would name it.
-    local = f"bf16[{PAGES},{PAGE_SIZE},{heads // model},64]"
+    local = f"bf16[{PAGES},{heads // model},{PAGE_SIZE},128]"
     report = {}
     for name, (step, arguments) in steps.items():
         jitted = jax.jit(partial(step, pair), donate_argnums=1)
@@ -90,6 +94,7 @@ def main(topology_name: str, data: int, model: int) -> None:
         memory = compiled.memory_analysis()
         text = compiled.as_text()
         report[name] = {
+            "kernels": text.count('custom_call_target="tpu_custom_call"'),
             "temporary": memory.temp_size_in_bytes,
             "aliased": memory.alias_size_in_bytes,
             "pools_moved": [
@@ -98,7 +103,38 @@ def main(topology_name: str, data: int, model: int) -> None:
                 if local in line and re.search(r"all-gather|all-to-all|collective-permute", line)
             ],
         }
-    print(json.dumps(report))
+    print(json.dumps({"steps": report, "kernels": compile_kernels(sharding)}))
+
+
+def compile_kernels(sharding: Sharding) -> dict[str, int]:
+    """Bytes of temporaries a chip, by shape; everything replicated over the mesh."""
+    replicated = PartitionSpec()
+    temporary = {}
+    for name, shape in ATTENTION.items():
+        run = jax.shard_map(
+            partial(
+                block_attention,
+                causal=shape.causal,
+                window=shape.window,
+                soft_cap=shape.soft_cap,
+            ),
+            mesh=sharding.mesh,
+            in_specs=replicated,
+            out_specs=replicated,
+            check_vma=False,
+        )
+        q, k, v, pool, _, *rest = shape.abstract("tpu")
+        pool = jax.ShapeDtypeStruct((PAGES, *pool.shape[1:]), pool.dtype)
+        placed = [
+            jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(sharding.mesh, replicated)
+            )
+            for x in (q, k, v, pool, pool, *rest)
+        ]
+        compiled = jax.jit(run).lower(*placed).compile()
+        assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1, name
+        temporary[name] = compiled.memory_analysis().temp_size_in_bytes
+    return temporary
 
 
 if __name__ == "__main__":

@@ -1,44 +1,80 @@
 """Attention of a T-token block over its paged context and its own in-block K/V."""
 
-from jaxtyping import Array, Float, Int
+from functools import partial
 
-from pallas_kernels.block_attention import portable, reference
+import jax.numpy as jnp
+from jax.experimental.pallas.tpu import InterpretParams
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.block_attention import gpu, portable, reference, tpu
 from pallas_kernels.platform import select
 
 IMPLEMENTATIONS = {
     "reference": reference.block_attention,
     "portable": portable.block_attention,
+    "tpu": tpu.block_attention,
+    "gpu": gpu.block_attention,
 }
+AUTO = {"cpu": "portable", "gpu": "portable", "tpu": "tpu"}
+KERNELS = (tpu.block_attention, gpu.block_attention)
+MAX_HEAD_DIM = 256
+QUERY_DTYPES = (jnp.bfloat16, jnp.float32)
+NARROW_DTYPES = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
+"""What pages may hold besides the query's own dtype."""
 
 
 def block_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    k_pages: Float[Array, "P page K H"],
-    v_pages: Float[Array, "P page K H"],
+    k_pages: Num[Array, "P K page W"],
+    v_pages: Num[Array, "P K page W"],
     page_table: Int[Array, "B pages"],
     context_lengths: Int[Array, "B"],
     *,
     causal: bool,
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    k_scale: Float[Array, "K"] | None = None,
+    v_scale: Float[Array, "K"] | None = None,
     implementation: str = "auto",
+    tiles: tpu.Tiles | gpu.Tiles | None = None,
+    interpret: bool | InterpretParams = False,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention; token t of row b stands at position ``context_lengths[b] + t``.
 
     Serves prefill chunks, verification (causal) and drafts (bidirectional): a query sees every
     context position below its row's length and, in the block, every key (or with ``causal`` the
     keys up to itself). ``window`` W hides keys at positions <= query - W, in both. The block's
-    own K/V are operands of their own and need not be in the pages.
+    own K/V are operands of their own and need not be in the pages, whose rows may be wider than H
+    (``paging.row_width``) with zeros behind it.
 
     Pages that hold no visible position are never looked at (they may hold NaN). ``scale``
-    defaults to H**-0.5. Softmax in float32; the result has q's dtype.
+    defaults to H**-0.5; ``soft_cap`` c turns a score s into c tanh(s / c). Softmax in float32; the
+    result has q's dtype. Pages may be int8 or float8 under a bfloat16 or float32 q: a page's value
+    times its head's ``k_scale`` or ``v_scale`` (default 1) is what was stored.
 
-    Raises ValueError where shapes disagree or the implementation does not exist.
+    ``implementation``: "auto" takes the chip's own; "reference" and "portable" run anywhere, "tpu"
+    and "gpu" are kernels for these, and with ``interpret`` run (slowly) on a CPU. ``tiles``: a
+    kernel's sizes, by default the chip's.
+
+    Raises ValueError where shapes or dtypes disagree or the implementation does not take them.
     """
-    _check(q, k, v, k_pages, v_pages, page_table, context_lengths, window)
-    attend = select("block_attention", implementation, IMPLEMENTATIONS, auto="portable")
+    _check(q, k, v, k_pages, v_pages, page_table, context_lengths, window, soft_cap)
+    attend = select("block_attention", implementation, IMPLEMENTATIONS, AUTO)
+    if attend in KERNELS:
+        if q.shape[-1] > MAX_HEAD_DIM:
+            raise ValueError(
+                f"block_attention: head_dim {q.shape[-1]} is over the kernels' {MAX_HEAD_DIM}; "
+                "implementation 'portable' takes any"
+            )
+        attend = partial(attend, tiles=tiles, interpret=interpret)
+    elif interpret or tiles is not None:
+        raise ValueError("block_attention: tiles and interpret are for implementations tpu and gpu")
+    if k_pages.dtype == q.dtype and not k_scale is v_scale is None:
+        raise ValueError("block_attention: k_scale and v_scale are for int8 and float8 pages")
+    ones = jnp.ones(k.shape[2], jnp.float32)
     return attend(
         q,
         k,
@@ -47,20 +83,24 @@ def block_attention(
         v_pages,
         page_table,
         context_lengths,
+        ones if k_scale is None else k_scale,
+        ones if v_scale is None else v_scale,
         causal=causal,
         window=window,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        soft_cap=soft_cap,
     )
 
 
-def _check(q, k, v, k_pages, v_pages, page_table, context_lengths, window) -> None:
+def _check(q, k, v, k_pages, v_pages, page_table, context_lengths, window, soft_cap) -> None:
     batch, tokens, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     if k.shape != (batch, tokens, kv_heads, head_dim) or v.shape != k.shape:
         raise ValueError(f"block_attention: q {q.shape} does not fit k {k.shape}, v {v.shape}")
     if heads % kv_heads:
         raise ValueError(f"block_attention: {heads} query heads are no multiple of {kv_heads}")
-    if k_pages.shape != v_pages.shape or k_pages.shape[2:] != (kv_heads, head_dim):
+    fits = k_pages.shape[1] == kv_heads and k_pages.shape[3] >= head_dim
+    if k_pages.shape != v_pages.shape or not fits:
         raise ValueError(
             f"block_attention: pages {k_pages.shape}, {v_pages.shape} do not fit k {k.shape}"
         )
@@ -69,5 +109,18 @@ def _check(q, k, v, k_pages, v_pages, page_table, context_lengths, window) -> No
             f"block_attention: page_table {page_table.shape} and context_lengths "
             f"{context_lengths.shape} must have {batch} rows"
         )
+    if q.dtype not in QUERY_DTYPES or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"block_attention: q {q.dtype}, k {k.dtype}, v {v.dtype} must be one of bfloat16 and "
+            "float32"
+        )
+    if k_pages.dtype != v_pages.dtype or k_pages.dtype not in (q.dtype, *NARROW_DTYPES):
+        accepted = ", ".join(str(jnp.dtype(d)) for d in (q.dtype, *NARROW_DTYPES))
+        raise ValueError(
+            f"block_attention: pages {k_pages.dtype}, {v_pages.dtype} under a {q.dtype} query must "
+            f"both be one of {accepted}"
+        )
     if window is not None and window < 1:
         raise ValueError(f"block_attention: window must be at least 1, got {window}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"block_attention: soft_cap must be above 0, got {soft_cap}")

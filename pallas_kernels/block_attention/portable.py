@@ -11,17 +11,21 @@ CHUNK_TOKENS = 512  # long enough for full GEMMs, short enough to waste little o
 
 
 def block_attention(
-    q, k, v, k_pages, v_pages, page_table, context_lengths, *, causal, window, scale
-):
+    q, k, v, k_pages, v_pages, page_table, context_lengths, k_scale, v_scale,
+    *, causal, window, scale, soft_cap,
+):  # fmt: skip
     batch, tokens, heads, head_dim = q.shape
-    page_size, kv_heads = k_pages.shape[1:3]
+    kv_heads, page_size = k_pages.shape[1:3]
     groups = heads // kv_heads
     queries = q.reshape(batch, tokens, kv_heads, groups, head_dim)
     offset = jnp.arange(tokens)
 
     def scores_of(keys, visible):
         scores = jnp.einsum("BTKGH,BSKH->BKGTS", queries, keys, preferred_element_type=jnp.float32)
-        return jnp.where(visible[:, None, None], scores * scale, -jnp.inf)
+        scores *= scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        return jnp.where(visible[:, None, None], scores, -jnp.inf)
 
     def weighted(weights, values):
         return jnp.einsum(
@@ -49,6 +53,12 @@ def block_attention(
     padding = num_chunks * pages_per_chunk - page_table.shape[1]
     table = jnp.pad(page_table, ((0, 0), (0, padding)))  # the null page fills up the last chunk
 
+    def dense(pool, scales, pages):
+        rows = pool[pages][..., :head_dim].swapaxes(2, 3).reshape(batch, chunk, kv_heads, head_dim)
+        if rows.dtype == q.dtype:
+            return rows
+        return (rows.astype(jnp.float32) * scales[None, None, :, None]).astype(q.dtype)
+
     def attend_chunk(index, carry):
         peak, total, out = carry
         pages = jax.lax.dynamic_slice_in_dim(table, index * pages_per_chunk, pages_per_chunk, 1)
@@ -58,8 +68,7 @@ def block_attention(
         if window is not None:
             query_position = context_lengths[:, None] + offset[None, :]
             visible &= query_position[:, :, None] - position[None, None, :] < window
-        keys = k_pages[pages].reshape(batch, chunk, kv_heads, head_dim).astype(q.dtype)
-        values = v_pages[pages].reshape(batch, chunk, kv_heads, head_dim).astype(q.dtype)
+        keys, values = dense(k_pages, k_scale, pages), dense(v_pages, v_scale, pages)
         # The first query sees the most of the context; a weight of 0 times NaN would be NaN.
         values = jnp.where(visible[:, 0, :, None, None], values, 0)
         scores = scores_of(keys, visible)

@@ -5,17 +5,23 @@ import jax.numpy as jnp
 
 
 def block_attention(
-    q, k, v, k_pages, v_pages, page_table, context_lengths, *, causal, window, scale
-):
+    q, k, v, k_pages, v_pages, page_table, context_lengths, k_scale, v_scale,
+    *, causal, window, scale, soft_cap,
+):  # fmt: skip
     batch, tokens, heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    context = page_table.shape[1] * k_pages.shape[1]
+    context = page_table.shape[1] * k_pages.shape[2]
 
-    def with_context(pages, block):
-        gathered = pages[page_table].reshape(batch, context, kv_heads, head_dim)
-        return jnp.concatenate([gathered, block.astype(pages.dtype)], axis=1).astype(jnp.float32)
+    def with_context(pages, scales, block):
+        gathered = (
+            pages[page_table][..., :head_dim]
+            .swapaxes(2, 3)
+            .reshape(batch, context, kv_heads, head_dim)
+        )
+        stored = gathered.astype(jnp.float32) * scales[None, None, :, None]
+        return jnp.concatenate([stored, block.astype(jnp.float32)], axis=1)
 
-    keys, values = with_context(k_pages, k), with_context(v_pages, v)
+    keys, values = with_context(k_pages, k_scale, k), with_context(v_pages, v_scale, v)
 
     slot = jnp.arange(context + tokens)[None, :]
     length = context_lengths[:, None]
@@ -35,6 +41,8 @@ def block_attention(
     values = jnp.where(seen, values, 0)  # a weight of 0 times NaN would be NaN
     grouped = q.astype(jnp.float32).reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim)
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1)
     out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, values)

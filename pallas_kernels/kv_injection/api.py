@@ -6,6 +6,7 @@ from pallas_kernels.kv_injection import reference
 from pallas_kernels.platform import select
 
 IMPLEMENTATIONS = {"reference": reference.kv_injection}
+AUTO = {"cpu": "reference", "gpu": "reference", "tpu": "reference"}
 
 
 def kv_injection(
@@ -13,8 +14,8 @@ def kv_injection(
     k_weights: tuple[Float[Array, "D KH"], ...],
     v_weights: tuple[Float[Array, "D KH"], ...],
     k_norms: tuple[Float[Array, "H"], ...],
-    k_pages: tuple[Float[Array, "P page K H"], ...],
-    v_pages: tuple[Float[Array, "P page K H"], ...],
+    k_pages: tuple[Float[Array, "P K page W"], ...],
+    v_pages: tuple[Float[Array, "P K page W"], ...],
     page_table: Int[Array, "B pages"],
     start: Int[Array, "B"],
     count: Int[Array, "B"],
@@ -23,7 +24,7 @@ def kv_injection(
     attention_factor: float,
     eps: float,
     implementation: str = "auto",
-) -> tuple[tuple[Float[Array, "P page K H"], ...], tuple[Float[Array, "P page K H"], ...]]:
+) -> tuple[tuple[Float[Array, "P K page W"], ...], tuple[Float[Array, "P K page W"], ...]]:
     """Project features to every layer's K and V and write them to their pages.
 
     K is RMS-normed per head (float32) and rotated (float32) to its absolute position. Row b's
@@ -35,11 +36,13 @@ def kv_injection(
     layers = len(k_weights)
     if not layers == len(v_weights) == len(k_norms) == len(k_pages) == len(v_pages):
         raise ValueError("kv_injection: weights, norms and pages must have one entry a layer")
-    for weight, pages in zip((*k_weights, *v_weights), (*k_pages, *v_pages), strict=True):
-        expected = (features.shape[-1], pages.shape[2] * pages.shape[3])
+    for weight, norm, pages in zip(
+        (*k_weights, *v_weights), (*k_norms, *k_norms), (*k_pages, *v_pages), strict=True
+    ):
+        expected = (features.shape[-1], pages.shape[1] * norm.shape[0])
         if weight.shape != expected:
             raise ValueError(f"kv_injection: weight {weight.shape} should be {expected}")
-    inject = select("kv_injection", implementation, IMPLEMENTATIONS, auto="reference")
+    inject = select("kv_injection", implementation, IMPLEMENTATIONS, AUTO)
     return inject(
         features,
         k_weights,

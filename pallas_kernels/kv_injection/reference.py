@@ -28,7 +28,7 @@ def kv_injection(
     for k_weight, v_weight, norm, k_pool, v_pool in zip(
         k_weights, v_weights, k_norms, k_pages, v_pages, strict=True
     ):
-        heads = (batch, tokens, *k_pool.shape[2:])
+        heads = (batch, tokens, k_pool.shape[1], norm.shape[0])
         k = _rms_norm((features @ k_weight).reshape(heads), norm, eps)
         k = apply_rope(k, positions, inverse_frequencies, attention_factor)
         v = (features @ v_weight).reshape(heads)

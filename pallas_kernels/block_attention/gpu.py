@@ -1,0 +1,186 @@
+"""Block attention for GPUs (Pallas, Triton lowering): a program gathers live rows of one kv head,
+page by page, for a tile of queries.
+
+At small batch a context is split over several programs; each leaves its share with the log-sum-exp
+of its scores, and the shares are merged after.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels.block_attention.masks import HIDDEN, first_visible
+
+
+class Tiles(NamedTuple):
+    """``query_rows``: rows (tokens x heads of a group) of a query tile, at most; ``keys``: tokens
+    of context or block a step; ``programs``: how many the chip wants at once, below which a context
+    is split; ``warps`` and ``stages`` of a program."""
+
+    query_rows: int = 64
+    keys: int = 64
+    programs: int = 264
+    warps: int = 4
+    stages: int = 3
+
+
+def block_attention(
+    q,
+    k,
+    v,
+    k_pages,
+    v_pages,
+    page_table,
+    context_lengths,
+    k_scale,
+    v_scale,
+    *,
+    causal,
+    window,
+    scale,
+    soft_cap,
+    tiles: Tiles | None = None,
+    interpret=False,
+):
+    """The contract of ``block_attention.api``."""
+    tiles = tiles or Tiles()
+    batch, tokens, heads, head_dim = q.shape
+    kv_heads, page_size = k_pages.shape[1:3]
+    groups = heads // kv_heads
+    tile_tokens = max(1, min(tokens, tiles.query_rows // groups))
+    num_tiles = pl.cdiv(tokens, tile_tokens)
+    capacity = page_table.shape[1] * page_size
+    wanted = pl.cdiv(tiles.programs, batch * kv_heads * num_tiles)
+    # A share of less than two steps is not worth its merge.
+    splits = max(1, min(wanted, capacity // (2 * tiles.keys)))
+    body = functools.partial(
+        _kernel,
+        tiles=tiles,
+        tile_tokens=tile_tokens,
+        splits=splits,
+        causal=causal,
+        window=window,
+        scale=scale,
+        soft_cap=soft_cap,
+    )
+    share = jax.ShapeDtypeStruct((splits, *q.shape), q.dtype if splits == 1 else jnp.float32)
+    weight = jax.ShapeDtypeStruct((splits, *q.shape[:3]), jnp.float32)
+    shares, log_weights = pl.pallas_call(
+        body,
+        out_shape=(share, weight),
+        grid=(splits, num_tiles, batch * kv_heads),
+        compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="block_attention",
+    )(q, k, v, k_pages, v_pages, page_table, context_lengths, k_scale, v_scale)
+    if splits == 1:
+        return shares[0]
+    weights = jax.nn.softmax(log_weights, axis=0)[..., None]
+    return (shares * weights).sum(0).astype(q.dtype)
+
+
+def _kernel(
+    q_ref, k_ref, v_ref, k_pages, v_pages, page_table, lengths, k_scale, v_scale, out_ref, log_ref,
+    *, tiles, tile_tokens, splits, causal, window, scale, soft_cap,
+):  # fmt: skip
+    _, tokens, heads, head_dim = q_ref.shape
+    kv_heads, page_size = k_pages.shape[1:3]
+    groups = heads // kv_heads
+    split, tile = pl.program_id(0), pl.program_id(1)
+    row, head = lax.div(pl.program_id(2), kv_heads), lax.rem(pl.program_id(2), kv_heads)
+    # Triton's blocks are powers of two, and its matrix unit takes 16 rows at least.
+    rows = max(16, pl.next_power_of_2(tile_tokens * groups))
+    dims = max(16, pl.next_power_of_2(head_dim))
+    dtype = q_ref.dtype
+    # float32 operands in full, whatever the ambient precision is.
+    dot = functools.partial(
+        triton.dot,
+        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT,
+    )
+
+    def iota(size, axis):
+        shape = (size, 1) if axis == 0 else (1, size)
+        return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+    dim = iota(dims, 1)
+    in_head = dim < head_dim
+    index = iota(rows, 0)
+    query = tile * tile_tokens + lax.div(index, groups)
+    real = (index < tile_tokens * groups) & (query < tokens)
+    query_head = head * groups + lax.rem(index, groups)
+    q = triton.load(q_ref.at[row, query, query_head, dim], mask=real & in_head, other=0)
+    length = lengths[row]
+
+    def attend(carry, keys, values, key_position, exists, k_factor, v_factor):
+        """One step of the online softmax; ``key_position`` [1, keys] from the block's start."""
+        peak, total, out = carry
+        scores = dot(q, keys.astype(dtype), trans_b=True) * (scale * k_factor)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        distance = query - key_position
+        visible = exists
+        if causal:
+            visible = visible & (distance >= 0)
+        if window is not None:
+            visible = visible & (distance < window)
+        scores = jnp.where(visible, scores, HIDDEN)
+        new_peak = jnp.maximum(peak, scores.max(-1, keepdims=True))
+        weights = jnp.exp(scores - new_peak)
+        decay = jnp.exp(peak - new_peak)
+        total = total * decay + weights.sum(-1, keepdims=True)
+        added = dot(weights.astype(dtype), values.astype(dtype)) * v_factor
+        return new_peak, total, out * decay + added
+
+    def attend_block(step, carry):
+        key = step * tiles.keys + iota(tiles.keys, 0)
+        mask = (key < tokens) & in_head
+        keys = triton.load(k_ref.at[row, key, head, dim], mask=mask, other=0)
+        values = triton.load(v_ref.at[row, key, head, dim], mask=mask, other=0)
+        position = step * tiles.keys + iota(tiles.keys, 1)
+        return attend(carry, keys, values, position, position < tokens, 1.0, 1.0)
+
+    # Triton turns no integer into a float8.
+    nothing = 0 if jnp.issubdtype(k_pages.dtype, jnp.integer) else 0.0
+    first_seen = first_visible(length + tile * tile_tokens, window)
+
+    def attend_context(step, carry):
+        position = step * tiles.keys + iota(tiles.keys, 0)
+        # Unread rows are zeros: a weight of 0 times a NaN of an unused page would be NaN.
+        seen = (position < length) & (position >= first_seen)
+        page = triton.load(page_table.at[row, lax.div(position, page_size)], mask=seen, other=0)
+        place = page, head, lax.rem(position, page_size), dim
+        keys = triton.load(k_pages.at[place], mask=seen & in_head, other=nothing)
+        values = triton.load(v_pages.at[place], mask=seen & in_head, other=nothing)
+        position = step * tiles.keys + iota(tiles.keys, 1)
+        return attend(
+            carry, keys, values, position - length, position < length, k_scale[head], v_scale[head]
+        )
+
+    carry = (
+        jnp.full((rows, 1), HIDDEN, jnp.float32),
+        jnp.zeros((rows, 1), jnp.float32),
+        jnp.zeros((rows, dims), jnp.float32),
+    )
+    first, last = first_seen // tiles.keys, pl.cdiv(length, tiles.keys)
+    per_split = pl.cdiv(jnp.maximum(last - first, 0), splits)
+    begin = first + split * per_split
+    carry = lax.fori_loop(begin, jnp.minimum(begin + per_split, last), attend_context, carry)
+
+    # The last share, often the shortest, takes the block's own keys.
+    last_query = jnp.minimum((tile + 1) * tile_tokens, tokens) if causal else tokens
+    begin = first_visible(tile * tile_tokens, window) // tiles.keys
+    end = jnp.where(split == splits - 1, pl.cdiv(last_query, tiles.keys), begin)
+    peak, total, out = lax.fori_loop(begin, end, attend_block, carry)
+
+    # A share without keys has no sum; its log-weight is so low that it counts for nothing.
+    total = jnp.where(total == 0, 1, total)
+    place = split, row, query, query_head
+    triton.store(
+        out_ref.at[(*place, dim)], (out / total).astype(out_ref.dtype), mask=real & in_head
+    )
+    triton.store(log_ref.at[place], peak + jnp.log(total), mask=real)
