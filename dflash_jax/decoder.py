@@ -17,6 +17,7 @@ from dflash_jax.cache import (
     KVPools,
     WritingAttend,
     allocate,
+    kv_heads,
     paged_attend,
 )
 from dflash_jax.config import DraftConfig, TargetConfig
@@ -27,14 +28,28 @@ from dflash_jax.rope import rope_frequencies
 from dflash_jax.sharding import Sharding, partition
 from pallas_kernels import kv_injection
 
+INJECTION = (None, None, None, "kv_heads")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InjectionWeights:
+    """The draft's k_proj, v_proj and k_norm of every layer, as one kernel reads them. A second copy
+    of the projections (a percent of a pair): the draft's own layers multiply by the first."""
+
+    weights: Float[Array, "L 2 D KH"]
+    k_norms: Float[Array, "L H"]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PairParams:
-    """Parameters by dotted path; ``draft`` is empty for a target alone."""
+    """Parameters by dotted path; ``draft`` is empty for a target alone. Without ``injection`` (see
+    ``Pair.prepared``) each step stacks the weights anew."""
 
     target: Params
     draft: Params
+    injection: InjectionWeights | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,6 +87,13 @@ class Pair:
         """Random parameters."""
         draft = self.draft.init(seed + 1, self.sharding) if self.draft else {}
         return PairParams(self.target.init(seed, self.sharding), draft)
+
+    def prepared(self, params: PairParams) -> PairParams:
+        """``params`` with what steps would otherwise make of them every time."""
+        if self.draft is None:
+            return params
+        stack = jax.jit(partial(injection_weights, self))
+        return dataclasses.replace(params, injection=stack(params.draft))
 
     def new_state(self, *, slots: int, pages: int, page_size: int) -> DecodeState:
         """An empty slot space: ``slots`` + 1 padding slot, ``pages`` pages a data shard of which
@@ -148,19 +170,8 @@ def inject(
     if pair.draft is None or pair.draft_config is None:
         return state
     config = pair.draft_config
-    draft = pair.draft.bind(params.draft)
-    context = draft.context(features)
-    pools = state.draft_kv
+    stacked = params.injection or injection_weights(pair, params.draft)
     frequencies, factor = rope_frequencies(config.rope, config.head_dim)
-    heads = pools.k[0].shape[1]
-    attentions = [layer.self_attn for layer in draft.layers]
-
-    def weights(kernel: Array) -> Array:
-        per_head = kernel.reshape(kernel.shape[0], config.num_kv_heads, config.head_dim)
-        repeats = heads // config.num_kv_heads
-        repeated = per_head if repeats == 1 else jnp.repeat(per_head, repeats, axis=1)
-        return repeated.reshape(kernel.shape[0], heads * config.head_dim)
-
     run = jax.shard_map(
         partial(
             kv_injection,
@@ -171,8 +182,7 @@ def inject(
         mesh=pair.sharding.mesh,
         in_specs=(
             partition("rows", None, None),
-            partition(None, "kv_heads"),
-            partition(None, "kv_heads"),
+            partition(*INJECTION),
             partition(),
             POOL,
             POOL,
@@ -184,14 +194,30 @@ def inject(
         check_vma=False,
     )
     k, v = run(
-        context,
-        tuple(weights(a.k_proj.kernel[...]) for a in attentions),
-        tuple(weights(a.v_proj.kernel[...]) for a in attentions),
-        tuple(a.k_norm.weight[...] for a in attentions),
-        pools.k,
-        pools.v,
+        pair.draft.bind(params.draft).context(features),
+        stacked.weights,
+        stacked.k_norms,
+        state.draft_kv.k,
+        state.draft_kv.v,
         batch.page_table,
         start,
         count,
     )
     return dataclasses.replace(state, draft_kv=KVPools(k, v))
+
+
+def injection_weights(pair: Pair, draft: Params) -> InjectionWeights:
+    """Stack what injection reads of a draft's parameters, each kv head once a head of the pools."""
+    assert pair.draft is not None and pair.draft_config is not None
+    config = pair.draft_config
+    heads = kv_heads(config, pair.sharding)
+    attentions = [layer.self_attn for layer in pair.draft.bind(draft).layers]
+    weights = jnp.stack(
+        [jnp.stack([a.k_proj.kernel[...], a.v_proj.kernel[...]]) for a in attentions]
+    )
+    per_head = weights.reshape(*weights.shape[:3], config.num_kv_heads, config.head_dim)
+    repeats = heads // config.num_kv_heads
+    repeated = per_head if repeats == 1 else jnp.repeat(per_head, repeats, axis=3)
+    flat = repeated.reshape(*weights.shape[:3], heads * config.head_dim)
+    norms = jnp.stack([a.k_norm.weight[...] for a in attentions])
+    return InjectionWeights(pair.sharding.constrain(flat, *INJECTION), norms)

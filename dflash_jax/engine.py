@@ -72,7 +72,7 @@ class Engine:
 
     def __init__(self, pair: Pair, params: PairParams, config: EngineConfig = EngineConfig()):
         """Raises ValueError naming an impossible setting."""
-        self.pair, self.params = pair, params
+        self.pair, self.params = pair, pair.prepared(params)
         target = pair.target_config
         limit = target.max_position_embeddings
         self.max_model_len = limit if config.max_model_len is None else config.max_model_len

@@ -8,9 +8,14 @@ rows are whole vectors of 128 lanes, the rest zeros: see ``row_width``.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Num
 
 LANES = 128
+
+
+def sublanes(dtype: jnp.dtype) -> int:
+    """Rows of a TPU's memory tile: what a page must be a multiple of to be copied by itself."""
+    return 32 // jnp.dtype(dtype).itemsize
 
 
 def row_width(head_dim: int, platform: str) -> int:
@@ -24,12 +29,12 @@ def row_width(head_dim: int, platform: str) -> int:
 
 
 def write_rows(
-    pool: Float[Array, "P K page W"],
-    rows: Float[Array, "B T K H"],
+    pool: Num[Array, "P K page W"],
+    rows: Num[Array, "B T K H"],
     page_table: Int[Array, "B pages"],
     start: Int[Array, "B"],
     count: Int[Array, "B"],
-) -> Float[Array, "P K page W"]:
+) -> Num[Array, "P K page W"]:
     """Write the first ``count`` rows of each sequence at positions ``start..start+count-1``.
 
     Rows past ``count`` or past the end of the page table are dropped; rows narrower than the pool's

@@ -1,40 +1,60 @@
 """KV injection against numpy in float64: projection, norm, rotation and the place of every row."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tpu_interpreter import INTERPRET, no_races
 
-from pallas_kernels import kv_injection
+from pallas_kernels import kv_injection, row_width
+from pallas_kernels.kv_injection import gpu, tpu
+from pallas_kernels.kv_injection.shapes import SHAPES as NAMED
 
-IMPLEMENTATIONS = ["reference"]
-BATCH, TOKENS, DIM, LAYERS, PAGE, WIDTH = 3, 5, 12, 2, 4, 4
+BATCH, TOKENS, DIM, LAYERS, PAGE, WIDTH = 3, 5, 16, 2, 8, 3
 EPS, FACTOR = 1e-6, 1.3
 FREQUENCIES = np.array([1.0, 0.1, 0.01], np.float32)  # of 8 dims, so the last 2 pass through
 HEADS = (2, 8)
-inject = jax.jit(kv_injection, static_argnames=("attention_factor", "eps", "implementation"))
+ON_GPU = jax.default_backend() == "gpu"
+# Interpreted where their chip is not; small tiles, so that small shapes take several.
+IMPLEMENTATIONS = {
+    "reference": {},
+    "tpu": {"tiles": tpu.Tiles(rows=16), "interpret": INTERPRET},
+    "gpu": {"tiles": gpu.Tiles(rows=16, depth=16), "interpret": not ON_GPU},
+}
+inject = jax.jit(
+    kv_injection,
+    static_argnames=("attention_factor", "eps", "implementation", "tiles", "interpret"),
+)
+by_name = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-def operands(seed: int, dtype=np.float32) -> dict:
+def operands(
+    seed: int, dtype=np.float32, platform: str = "cpu", tokens: int = TOKENS, page: int = PAGE
+) -> dict:
     rng = np.random.default_rng(seed)
-
-    def arrays(*shape: int) -> tuple:
-        return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(LAYERS))
-
     pages = BATCH * WIDTH + 2
+    spare = row_width(HEADS[1], platform) - HEADS[1]
+
+    def array(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    def pool() -> jax.Array:
+        return jnp.pad(array(pages, HEADS[0], page, HEADS[1]), [(0, 0)] * 3 + [(0, spare)])
+
     table = rng.permutation(np.arange(1, pages))[: BATCH * WIDTH].reshape(BATCH, WIDTH)
     return {
-        "features": arrays(BATCH, TOKENS, DIM)[0],
-        "k_weights": arrays(DIM, 16),
-        "v_weights": arrays(DIM, 16),
-        "k_norms": arrays(8),
-        "k_pages": arrays(pages, HEADS[0], PAGE, HEADS[1]),
-        "v_pages": arrays(pages, HEADS[0], PAGE, HEADS[1]),
+        "features": array(BATCH, tokens, DIM),
+        "weights": array(LAYERS, 2, DIM, 16),
+        "k_norms": array(LAYERS, 8),
+        "k_pages": tuple(pool() for _ in range(LAYERS)),
+        "v_pages": tuple(pool() for _ in range(LAYERS)),
         "page_table": table.astype(np.int32),
         "start": np.array([0, 3, 7], np.int32),
-        "count": np.array([TOKENS, 2, 0], np.int32),
+        "count": np.array([tokens, 2, 0], np.int32),
     }
 
 
@@ -42,59 +62,106 @@ def oracle(ops: dict) -> tuple[list[np.ndarray], list[np.ndarray]]:
     features = np.asarray(ops["features"], np.float64)
     k_pages = [np.array(p, np.float64) for p in ops["k_pages"]]
     v_pages = [np.array(p, np.float64) for p in ops["v_pages"]]
+    page = k_pages[0].shape[2]
     for layer in range(LAYERS):
-        k_weight, v_weight, norm = (
-            np.asarray(ops[name][layer], np.float64)
-            for name in ("k_weights", "v_weights", "k_norms")
-        )
+        k_weight, v_weight = np.asarray(ops["weights"][layer], np.float64)
+        norm = np.asarray(ops["k_norms"][layer], np.float64)
         for b in range(BATCH):
             for t in range(ops["count"][b]):
                 position = int(ops["start"][b]) + t
-                if position >= PAGE * WIDTH:
+                if position >= page * WIDTH:
                     continue
                 k = (features[b, t] @ k_weight).reshape(HEADS)
                 k = k / np.sqrt((k**2).mean(-1, keepdims=True) + EPS) * norm
                 turned = (k[:, :3] + 1j * k[:, 3:6]) * np.exp(1j * position * FREQUENCIES) * FACTOR
                 k = np.concatenate([turned.real, turned.imag, k[:, 6:]], axis=-1)
-                place = ops["page_table"][b, position // PAGE], slice(None), position % PAGE
-                k_pages[layer][place] = k
-                v_pages[layer][place] = (features[b, t] @ v_weight).reshape(HEADS)
+                place = ops["page_table"][b, position // page], slice(None), position % page
+                k_pages[layer][place][:, :8] = k
+                v_pages[layer][place][:, :8] = (features[b, t] @ v_weight).reshape(HEADS)
     return k_pages, v_pages
 
 
+def run(implementation: str, ops: dict, **options):
+    options = {**SETTINGS, **IMPLEMENTATIONS[implementation], **options}
+    with no_races() if implementation == "tpu" else contextlib.nullcontext():
+        return jax.block_until_ready(inject(**ops, **options, implementation=implementation))
+
+
 SETTINGS = {"inverse_frequencies": FREQUENCIES, "attention_factor": FACTOR, "eps": EPS}
+LENGTHS = (TOKENS, 37)  # a cycle's; several pieces of a row, in several tiles
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
+    st.sampled_from(LENGTHS),
     st.lists(
-        st.tuples(st.integers(0, PAGE * WIDTH), st.integers(0, TOKENS)),
+        st.tuples(st.integers(0, PAGE * WIDTH), st.integers(0, max(LENGTHS))),
         min_size=BATCH,
         max_size=BATCH,
     ),
     st.integers(0, 2**16),
 )
-def test_every_implementation_equals_numpy(spans, seed: int) -> None:
+@example(TOKENS, [(0, 0), (3, 0), (24, 5)], 0)  # nothing at all is written
+@example(37, [(0, 37), (7, 1), (8, 16)], 1)
+def test_every_implementation_equals_numpy(tokens: int, spans, seed: int) -> None:
     """Fault 23: rows past ``count`` leave the cache alone; positions are absolute."""
-    ops = operands(seed)
-    ops["start"], ops["count"] = np.array(spans, np.int32).T
-    expected = oracle(ops)
     for implementation in IMPLEMENTATIONS:
-        got = inject(**ops, **SETTINGS, implementation=implementation)
-        # float32 sums of 12 products, then a norm: 1e-5 of values up to about 5.
+        ops = operands(seed, platform=implementation, tokens=tokens)
+        ops["start"], ops["count"] = np.array(spans, np.int32).T
+        ops["count"] = np.minimum(ops["count"], tokens)
+        expected = oracle(ops)
+        got = run(implementation, ops)
+        # float32 sums of 16 products, then a norm: 1e-5 of values up to about 10.
         for ours, theirs in zip(jax.tree.leaves(got), (*expected[0], *expected[1]), strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4, err_msg=implementation)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@by_name
 def test_bfloat16(implementation: str) -> None:
     """Norm and rotation are float32 inside; only the ends are rounded (8 bits, three times)."""
-    ops = operands(1, jnp.bfloat16)
-    got = inject(**ops, **SETTINGS, implementation=implementation)
+    ops = operands(1, jnp.bfloat16, platform=implementation, page=16)
+    got = run(implementation, ops)
     expected = oracle(ops)
     for ours, theirs in zip(jax.tree.leaves(got), (*expected[0], *expected[1]), strict=True):
         assert ours.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(ours, np.float32), theirs, rtol=0.02, atol=0.05)
+
+
+@by_name
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_narrow_pages(implementation: str, dtype: str) -> None:
+    """Values over their head's scale, to the nearest, and to the type's end past it."""
+    ops = operands(2, platform=implementation, page=32)
+    wide = oracle(ops)
+    scales = np.random.default_rng(0).uniform(0.02, 0.05, (2, LAYERS, HEADS[0]))
+    scales = scales.astype(np.float32)
+    scales[1, 1] /= 10_000  # far past the end
+    for name in ("k_pages", "v_pages"):
+        ops[name] = tuple(jnp.zeros_like(p, dtype) for p in ops[name])
+    got = run(implementation, ops, k_scales=scales[0], v_scales=scales[1])
+    most = 127 if dtype == "int8" else 448
+    for which in range(2):
+        for layer in range(LAYERS):
+            ours = np.asarray(got[which][layer], np.float32)
+            scaled = wide[which][layer] / scales[which, layer][None, :, None, None]
+            written = ours != 0
+            expected = np.clip(scaled, -most, most)[written]
+            # Half a unit of int8; half of 4 significant bits.
+            step = 0.5 if dtype == "int8" else np.abs(expected) / 16
+            assert np.all(np.abs(ours[written] - expected) <= step + 1e-3)
+            assert written.sum() > 50
+    assert np.abs(np.asarray(got[1][1], np.float32)).max() == most
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_gpu_kernel_lowers(name: str) -> None:
+    shape = NAMED[name]
+    frequencies = jnp.ones(shape.frequencies)
+    traced = inject.trace(
+        *shape.abstract("gpu"), inverse_frequencies=frequencies, attention_factor=1.0, eps=1e-6,
+        implementation="gpu",
+    )  # fmt: skip
+    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_the_front_door_names_what_does_not_fit() -> None:
@@ -102,8 +169,15 @@ def test_the_front_door_names_what_does_not_fit() -> None:
     for wrong, match in [
         ({"k_norms": ops["k_norms"][:1]}, "one entry a layer"),
         ({"v_pages": ops["v_pages"][:1]}, "one entry a layer"),
-        ({"k_weights": tuple(w[:, :8] for w in ops["k_weights"])}, r"should be \(12, 16\)"),
-        ({"features": ops["features"][..., :5]}, r"should be \(5, 16\)"),
+        ({"k_pages": (ops["k_pages"][0], ops["k_pages"][1][1:])}, "alike in every layer"),
+        ({"weights": ops["weights"][..., :8]}, r"should be \(2, 2, 16, 16\)"),
+        ({"features": ops["features"][..., :5]}, r"should be \(2, 2, 5, 16\)"),
+        ({"start": ops["start"][1:]}, "must have 3 rows"),
+        ({"features": ops["features"].astype(jnp.bfloat16)}, "features bfloat16, weights float32"),
+        ({"inverse_frequencies": np.ones(5, np.float32)}, "5 frequencies turn more dims"),
+        ({"k_scales": np.ones((2, 2), np.float32)}, "are for int8 and float8 pages"),
+        ({"interpret": True}, "tiles and interpret are for implementations tpu and gpu"),
+        ({"implementation": "tpu"}, "pages of 8 rows, 8 wide, must be multiples of 8 and 128"),
         ({"implementation": "fastest"}, "no implementation 'fastest'; accepted: auto, reference"),
     ]:
         with pytest.raises(ValueError, match=match):

@@ -2,6 +2,7 @@
 JSON line. Run by test_tpu_aot.py in a process of its own: libtpu reads its settings from the
 environment."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -14,13 +15,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.cache import POOL, Batch, DecodeState, KVPools, kv_heads
 from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
-from dflash_jax.decoder import Pair, PairParams
+from dflash_jax.decoder import INJECTION, InjectionWeights, Pair, PairParams
 from dflash_jax.plain import plain_step
 from dflash_jax.sampling import SamplingRows
-from dflash_jax.sharding import Sharding, make_mesh
+from dflash_jax.sharding import Sharding, make_mesh, partition
 from dflash_jax.speculative import prefill_step, speculative_step
-from pallas_kernels import block_attention
+from pallas_kernels import block_attention, kv_injection
 from pallas_kernels.block_attention.shapes import SHAPES as ATTENTION
+from pallas_kernels.kv_injection.shapes import SHAPES as INJECTIONS
 
 SHAPE = {
     "vocab_size": 512,
@@ -73,6 +75,10 @@ def main(topology_name: str, data: int, model: int) -> None:
     )
     batch = Batch(ints(row), ints((ROWS, 16)), sampling)
     params = PairParams(pair.target.placed(sharding), pair.draft.placed(sharding))
+    shape = (DRAFT.num_layers, 2, DRAFT.hidden_size, heads * 64)
+    weights = abstract(shape, jnp.bfloat16, *partition(*INJECTION))
+    injection = InjectionWeights(weights, abstract((DRAFT.num_layers, 64), jnp.bfloat16))
+    params = dataclasses.replace(params, injection=injection)
     chunk = (
         ints((ROWS, CHUNK)),
         ints(row),
@@ -108,32 +114,36 @@ def main(topology_name: str, data: int, model: int) -> None:
 
 def compile_kernels(sharding: Sharding) -> dict[str, int]:
     """Bytes of temporaries a chip, by shape; everything replicated over the mesh."""
-    replicated = PartitionSpec()
+    placement = NamedSharding(sharding.mesh, PartitionSpec())
     temporary = {}
-    for name, shape in ATTENTION.items():
+
+    def compile_one(name: str, op, operands, donated: tuple[int, ...] = ()) -> None:
         run = jax.shard_map(
-            partial(
-                block_attention,
-                causal=shape.causal,
-                window=shape.window,
-                soft_cap=shape.soft_cap,
-            ),
+            op,
             mesh=sharding.mesh,
-            in_specs=replicated,
-            out_specs=replicated,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
             check_vma=False,
         )
-        q, k, v, pool, _, *rest = shape.abstract("tpu")
-        pool = jax.ShapeDtypeStruct((PAGES, *pool.shape[1:]), pool.dtype)
-        placed = [
-            jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(sharding.mesh, replicated)
-            )
-            for x in (q, k, v, pool, pool, *rest)
-        ]
-        compiled = jax.jit(run).lower(*placed).compile()
+        placed = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement), operands
+        )
+        compiled = jax.jit(run, donate_argnums=donated).lower(*placed).compile()
         assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1, name
         temporary[name] = compiled.memory_analysis().temp_size_in_bytes
+
+    seen = set()
+    for name, shape in ATTENTION.items():
+        alike = dataclasses.replace(shape, batch=1, context=1024)  # the same program but for sizes
+        if alike in seen:
+            continue
+        seen.add(alike)
+        masks = {"causal": shape.causal, "window": shape.window, "soft_cap": shape.soft_cap}
+        compile_one(name, partial(block_attention, **masks), shape.abstract("tpu", PAGES))
+    for name, shape in INJECTIONS.items():
+        turns = {"inverse_frequencies": jnp.ones(shape.frequencies), "attention_factor": 1.0}
+        op = partial(kv_injection, **turns, eps=1e-6)
+        compile_one(f"injection/{name}", op, shape.abstract("tpu", PAGES), donated=(3, 4))
     return temporary
 
 

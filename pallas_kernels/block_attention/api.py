@@ -7,6 +7,7 @@ from jax.experimental.pallas.tpu import InterpretParams
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.block_attention import gpu, portable, reference, tpu
+from pallas_kernels.narrow import NARROW_DTYPES
 from pallas_kernels.platform import select
 
 IMPLEMENTATIONS = {
@@ -19,8 +20,6 @@ AUTO = {"cpu": "portable", "gpu": "portable", "tpu": "tpu"}
 KERNELS = (tpu.block_attention, gpu.block_attention)
 MAX_HEAD_DIM = 256
 QUERY_DTYPES = (jnp.bfloat16, jnp.float32)
-NARROW_DTYPES = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
-"""What pages may hold besides the query's own dtype."""
 
 
 def block_attention(

@@ -48,13 +48,13 @@ class Shape:
         keys = seen + self.tokens / (2 if self.causal else 1)
         return int(4 * self.batch * self.tokens * self.heads * keys * self.head_dim)
 
-    def abstract(self, platform: str) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """q, k, v, both pools (one page more than are live), page table and lengths."""
+    def abstract(self, platform: str, pages: int | None = None) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The operands; pools of ``pages`` pages (default one more than are live)."""
         of = jax.ShapeDtypeStruct
         kv = of((self.batch, self.tokens, self.kv_heads, self.head_dim), self.dtype)
         width = row_width(self.head_dim, platform)
         pool = of(
-            (self.batch * self.pages + 1, self.kv_heads, self.page_size, width),
+            (pages or self.batch * self.pages + 1, self.kv_heads, self.page_size, width),
             self.page_dtype or self.dtype,
         )
         return (

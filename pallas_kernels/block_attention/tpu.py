@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_attention.masks import HIDDEN, first_visible
-from pallas_kernels.paging import LANES
+from pallas_kernels.paging import LANES, sublanes
 
 
 class Tiles(NamedTuple):
@@ -29,11 +29,6 @@ class Tiles(NamedTuple):
     context: int = 512
     keys: int = 256
     vmem: int = 8 * 2**20
-
-
-def sublanes(dtype) -> int:
-    """Rows of a VMEM tile: what a page must be a multiple of."""
-    return 32 // jnp.dtype(dtype).itemsize
 
 
 def block_attention(

@@ -1,21 +1,31 @@
 """Injection of context features into the draft's KV pages, all draft layers at once."""
 
-from jaxtyping import Array, Float, Int
+from functools import partial
 
-from pallas_kernels.kv_injection import reference
+import jax.numpy as jnp
+from jax.experimental.pallas.tpu import InterpretParams
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.kv_injection import gpu, reference, tpu
+from pallas_kernels.narrow import NARROW_DTYPES
 from pallas_kernels.platform import select
 
-IMPLEMENTATIONS = {"reference": reference.kv_injection}
-AUTO = {"cpu": "reference", "gpu": "reference", "tpu": "reference"}
+IMPLEMENTATIONS = {
+    "reference": reference.kv_injection,
+    "tpu": tpu.kv_injection,
+    "gpu": gpu.kv_injection,
+}
+AUTO = {"cpu": "reference", "gpu": "reference", "tpu": "tpu"}
+KERNELS = (tpu.kv_injection, gpu.kv_injection)
+FEATURE_DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def kv_injection(
     features: Float[Array, "B T D"],
-    k_weights: tuple[Float[Array, "D KH"], ...],
-    v_weights: tuple[Float[Array, "D KH"], ...],
-    k_norms: tuple[Float[Array, "H"], ...],
-    k_pages: tuple[Float[Array, "P K page W"], ...],
-    v_pages: tuple[Float[Array, "P K page W"], ...],
+    weights: Float[Array, "L 2 D KH"],
+    k_norms: Float[Array, "L H"],
+    k_pages: tuple[Num[Array, "P K page W"], ...],
+    v_pages: tuple[Num[Array, "P K page W"], ...],
     page_table: Int[Array, "B pages"],
     start: Int[Array, "B"],
     count: Int[Array, "B"],
@@ -23,37 +33,81 @@ def kv_injection(
     inverse_frequencies: Float[Array, "R"],
     attention_factor: float,
     eps: float,
+    k_scales: Float[Array, "L K"] | None = None,
+    v_scales: Float[Array, "L K"] | None = None,
     implementation: str = "auto",
-) -> tuple[tuple[Float[Array, "P K page W"], ...], tuple[Float[Array, "P K page W"], ...]]:
-    """Project features to every layer's K and V and write them to their pages.
+    tiles: tpu.Tiles | gpu.Tiles | None = None,
+    interpret: bool | InterpretParams = False,
+) -> tuple[tuple[Num[Array, "P K page W"], ...], tuple[Num[Array, "P K page W"], ...]]:
+    """Project features to every layer's K and V (``weights[l, 0]``, ``[l, 1]``) and write them to
+    their pages.
 
-    K is RMS-normed per head (float32) and rotated (float32) to its absolute position. Row b's
-    first ``count[b]`` features go to positions ``start[b]..``; the others are not written. Returns
-    the new (k_pages, v_pages); under jit with donated pools the write is in place.
+    K is RMS-normed per head (float32) and rotated (float32, the first 2R dims) to its absolute
+    position. Row b's first ``count[b]`` features go to positions ``start[b]..``; the others, and
+    those past the page table's end, are not written. Returns the new (k_pages, v_pages); under jit
+    with donated pools the write is in place. int8 and float8 pages hold the value over its head's
+    scale (default 1), clipped to what the type can hold.
 
-    Raises ValueError where layer counts or head shapes disagree.
+    ``implementation``, ``tiles`` and ``interpret`` are as in ``block_attention``.
+
+    Raises ValueError where shapes or dtypes disagree or the implementation does not take them.
     """
-    layers = len(k_weights)
-    if not layers == len(v_weights) == len(k_norms) == len(k_pages) == len(v_pages):
-        raise ValueError("kv_injection: weights, norms and pages must have one entry a layer")
-    for weight, norm, pages in zip(
-        (*k_weights, *v_weights), (*k_norms, *k_norms), (*k_pages, *v_pages), strict=True
-    ):
-        expected = (features.shape[-1], pages.shape[1] * norm.shape[0])
-        if weight.shape != expected:
-            raise ValueError(f"kv_injection: weight {weight.shape} should be {expected}")
+    _check(features, weights, k_norms, k_pages, v_pages, page_table, start, count)
+    if 2 * inverse_frequencies.shape[0] > k_norms.shape[1]:
+        raise ValueError(
+            f"kv_injection: {inverse_frequencies.shape[0]} frequencies turn more dims than a "
+            f"head's {k_norms.shape[1]}"
+        )
     inject = select("kv_injection", implementation, IMPLEMENTATIONS, AUTO)
+    if inject in KERNELS:
+        inject = partial(inject, tiles=tiles, interpret=interpret)
+    elif interpret or tiles is not None:
+        raise ValueError("kv_injection: tiles and interpret are for implementations tpu and gpu")
+    if k_pages[0].dtype == features.dtype and not k_scales is v_scales is None:
+        raise ValueError("kv_injection: k_scales and v_scales are for int8 and float8 pages")
+    ones = jnp.ones((len(k_pages), k_pages[0].shape[1]), jnp.float32)
     return inject(
         features,
-        k_weights,
-        v_weights,
+        weights,
         k_norms,
         k_pages,
         v_pages,
         page_table,
         start,
         count,
+        ones if k_scales is None else k_scales,
+        ones if v_scales is None else v_scales,
         inverse_frequencies=inverse_frequencies,
         attention_factor=attention_factor,
         eps=eps,
     )
+
+
+def _check(features, weights, k_norms, k_pages, v_pages, page_table, start, count) -> None:
+    layers, batch, head_dim = len(k_pages), features.shape[0], k_norms.shape[-1]
+    if not layers == len(v_pages) == weights.shape[0] == k_norms.shape[0] or layers == 0:
+        raise ValueError("kv_injection: weights, norms and pages must have one entry a layer")
+    pool = k_pages[0]
+    if any((p.shape, p.dtype) != (pool.shape, pool.dtype) for p in (*k_pages, *v_pages)):
+        raise ValueError("kv_injection: pages must be alike in every layer")
+    expected = (layers, 2, features.shape[-1], pool.shape[1] * head_dim)
+    if weights.shape != expected:
+        raise ValueError(f"kv_injection: weights {weights.shape} should be {expected}")
+    if pool.shape[3] < head_dim:
+        raise ValueError(f"kv_injection: pages {pool.shape} are narrower than a head's {head_dim}")
+    if page_table.shape[:1] != (batch,) or not start.shape == count.shape == (batch,):
+        raise ValueError(
+            f"kv_injection: page_table {page_table.shape}, start {start.shape} and count "
+            f"{count.shape} must have {batch} rows"
+        )
+    dtype = features.dtype
+    if dtype not in FEATURE_DTYPES or not dtype == weights.dtype == k_norms.dtype:
+        raise ValueError(
+            f"kv_injection: features {dtype}, weights {weights.dtype}, norms {k_norms.dtype} must "
+            "be one of bfloat16 and float32"
+        )
+    if pool.dtype not in (dtype, *NARROW_DTYPES):
+        accepted = ", ".join(str(jnp.dtype(d)) for d in (dtype, *NARROW_DTYPES))
+        raise ValueError(
+            f"kv_injection: pages {pool.dtype} of {dtype} features must be one of {accepted}"
+        )

@@ -3,37 +3,33 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.narrow import to_page_dtype
 from pallas_kernels.paging import write_rows
 from pallas_kernels.rope import apply_rope
 
 
 def kv_injection(
-    features,
-    k_weights,
-    v_weights,
-    k_norms,
-    k_pages,
-    v_pages,
-    page_table,
-    start,
-    count,
-    *,
-    inverse_frequencies,
-    attention_factor,
-    eps,
-):
+    features, weights, k_norms, k_pages, v_pages, page_table, start, count, k_scales, v_scales,
+    *, inverse_frequencies, attention_factor, eps,
+):  # fmt: skip
     batch, tokens, _ = features.shape
     positions = start[:, None] + jnp.arange(tokens, dtype=start.dtype)[None, :]
     new_k, new_v = [], []
-    for k_weight, v_weight, norm, k_pool, v_pool in zip(
-        k_weights, v_weights, k_norms, k_pages, v_pages, strict=True
-    ):
-        heads = (batch, tokens, k_pool.shape[1], norm.shape[0])
-        k = _rms_norm((features @ k_weight).reshape(heads), norm, eps)
+    for layer, (k_pool, v_pool) in enumerate(zip(k_pages, v_pages, strict=True)):
+
+        def project(which, layer=layer, heads=k_pool.shape[1]):
+            rows = features @ weights[layer, which]
+            return rows.reshape(batch, tokens, heads, -1)
+
+        def write(pool, rows, scales, layer=layer):
+            if rows.dtype != pool.dtype:
+                rows = rows.astype(jnp.float32) / scales[layer][None, None, :, None]
+            return write_rows(pool, to_page_dtype(rows, pool.dtype), page_table, start, count)
+
+        k = _rms_norm(project(0), k_norms[layer], eps)
         k = apply_rope(k, positions, inverse_frequencies, attention_factor)
-        v = (features @ v_weight).reshape(heads)
-        new_k.append(write_rows(k_pool, k, page_table, start, count))
-        new_v.append(write_rows(v_pool, v, page_table, start, count))
+        new_k.append(write(k_pool, k, k_scales))
+        new_v.append(write(v_pool, project(1), v_scales))
     return tuple(new_k), tuple(new_v)
 
 
