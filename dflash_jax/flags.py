@@ -73,11 +73,21 @@ def add_flags(parser: argparse.ArgumentParser, args_class: type) -> None:
         options = dict(field.metadata)
         names, kind = options.pop("names"), options.pop("type")
         action = _Repeated if options.pop("repeated", False) else _Once
+        options["help"] = _with_default(options["help"], field.default)
         shared = {"dest": field.name, "default": field.default}
         if kind is bool:
             parser.add_argument(*names, action="store_true", **shared, **options)
         else:
             parser.add_argument(*names, action=action, type=kind, **shared, **options)
+
+
+def _with_default(help: str, default: Any) -> str:
+    """``help`` and the default, unless that is nothing, a switch's, or told already."""
+    if default is None or isinstance(default, bool) or default == () or "(default" in help:
+        return help
+    values = default if isinstance(default, tuple) else (default,)
+    text = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+    return f"{help} (default: {text.replace('%', '%%')})"
 
 
 def build(

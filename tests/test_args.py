@@ -115,3 +115,5 @@ def test_every_field_has_a_flag_and_help():
     for field in ServeArgs.__dataclass_fields__.values():
         assert field.metadata["names"][0] in text
         assert field.metadata["help"]
+    words = " ".join(text.split())
+    assert "(default: 8000)" in words and "(default: entropy) (default" not in words

