@@ -83,11 +83,13 @@ def test_503_until_ready(gate):
         assert server.post("/v1/completions", SHORT).status_code == 200
 
 
-def test_a_model_that_does_not_load_is_said_on_health():
+def test_a_model_that_does_not_load_is_said_on_health(caplog):
     def prepare() -> LLM:
         raise ValueError("no such model")
 
     with run_server(prepare) as server:
+        (said,) = [r for r in caplog.records if r.levelname == "ERROR"]
+        assert said.getMessage() == "cannot serve: no such model" and said.exc_info is None
         assert server.get("/health").status_code == 503
         assert "no such model" in server.get("/health").json()["failure"]
         assert server.post("/v1/completions", SHORT).status_code == 503

@@ -17,6 +17,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Literal, NamedTuple, Protocol
 
+from dflash_jax.embedded import EmbeddedModelError
 from dflash_jax.engine import Engine
 from dflash_jax.request import Request, Update
 from dflash_jax.serve.errors import ApiError
@@ -272,7 +273,11 @@ class AsyncEngine:
             self._tell(self._become_ready)
             self._serve(self._served.engine)
         except Exception as error:  # the boundary: every waiting request is told, and /health
-            logger.exception("the engine has failed")
+            if self._served is None and isinstance(error, ValueError | EmbeddedModelError):
+                logger.error("cannot serve: %s", error)  # what there is to mend, in its own words
+                logger.debug("raised here", exc_info=error)
+            else:
+                logger.exception("the engine has failed")
             reason = f"{type(error).__name__}: {error}"
             self._tell(lambda: self._become_failed(reason))
 
