@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -274,6 +276,14 @@ def test_settings_that_do_not_fit_are_refused_by_name(override: str, reason: str
         with_overrides(SMOLLM2, [override])
     assert reason in str(refused.value)
     assert str(refused.value).startswith(f"--set {override}: " if "=" in override else "--set")
+
+
+def test_a_missing_extra_is_named() -> None:
+    program = "import runpy, sys; sys.modules['matplotlib'] = None; "
+    program += "runpy.run_module('train', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "matplotlib is not installed" in done.stderr and "[train]" in done.stderr
 
 
 def test_every_command_has_help(run_command: RunCommand) -> None:
