@@ -18,7 +18,7 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.flags import flag
 from dflash_jax.generate import find_pair
 from dflash_jax.hf_config import read_target_config
-from train.bench import MATMUL, Bench, bench_step, matmul_flops_per_second
+from train.bench import MATMUL, MATMUL_ON_CPU, Bench, bench_step, matmul_flops_per_second
 from train.chips import chip_of
 from train.cli.step_args import StepArgs
 from train.loop import check_rows_split
@@ -38,10 +38,12 @@ class BenchArgs(StepArgs):
     )
     rows: int | None = flag("packed rows a step, in place of the recipe's", "--rows", type=int)
     steps: int = flag("that are timed, after a first one", "--steps", default=10, type=int)
-    matmul: int = flag(
-        "side of the square matrices whose product is the measured ceiling", "--matmul",
-        default=MATMUL, type=int,
-    )  # fmt: skip
+    matmul: int | None = flag(
+        "side of the square matrices whose product is the measured ceiling "
+        f"(default: {MATMUL}; {MATMUL_ON_CPU} on a CPU)",
+        "--matmul",
+        type=int,
+    )
     profile: Path | None = flag(
         "folder for a trace of one step, for TensorBoard or Perfetto", "--profile", type=Path
     )
@@ -82,11 +84,12 @@ def run(args: BenchArgs) -> int:
     print(", ".join(f"{k} {v}" for k, v in shapes.items()))
 
     chip = chip_of(jax.devices()[0].device_kind)
-    measured = matmul_flops_per_second(args.matmul)
+    side = args.matmul or (MATMUL_ON_CPU if jax.default_backend() == "cpu" else MATMUL)
+    measured = matmul_flops_per_second(side)
     sheet = f"{chip.peak_flops / TERA:.0f} by the data sheet" if chip else "no data sheet known"
     print(
         f"ceiling     {measured / TERA:.2f} TFLOP/s a device, measured on a bf16 product of side "
-        f"{args.matmul}; {sheet}",
+        f"{side}; {sheet}",
         flush=True,
     )
 
