@@ -129,8 +129,8 @@ def bench_step(
 
 def matmul_flops_per_second(size: int, repeats: int = 20) -> float:
     """FLOPs a second of one device on a product of two bfloat16 matrices: median of many."""
-    # A power of two that keeps every result at the size of its operands' entries.
-    a = jnp.full((size, size), 1 / size, jnp.bfloat16)
+    # Random numbers: on constants a GPU draws less power and runs an eighth faster.
+    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     multiply = jax.jit(jnp.matmul)
     jax.block_until_ready(multiply(a, a))
     seconds = median_seconds(lambda: jax.block_until_ready(multiply(a, a)), repeats)
