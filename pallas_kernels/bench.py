@@ -184,12 +184,12 @@ class InjectionCase:
 
     def __init__(self, shape: injection_shapes.Shape, *, small: bool):
         rng, self.shape = np.random.default_rng(0), shape
-        features, weights, norms, pools, _, table, start, _ = shape.abstract(chip().platform)
+        features, weights, norms, pools, _, _, start, _ = shape.abstract(chip().platform)
         self._features, self._norms = random_like(rng, features), random_like(rng, norms)
         self._weights = tuple(random_like(rng, weights) for _ in range(1 if small else 4))
         self._pools = tuple(tuple(random_like(rng, p) for p in pools) for _ in range(2))
         pages = pools[0].shape[0]
-        self._table = shuffled_tables(rng, *table.shape, pages)[0]
+        self._table = shuffled_tables(rng, shape.batch, shape.pages, pages)[0]
         room = shape.pages * shape.page_size - shape.tokens
         self._start = jnp.asarray(rng.integers(0, room + 1, start.shape), jnp.int32)
         self._count = jnp.full(start.shape, shape.tokens, jnp.int32)
@@ -201,8 +201,9 @@ class InjectionCase:
         @partial(jax.jit, donate_argnums=0)
         def run(pools, features, weights, norms, table, start, count):
             for call in range(CALLS):
+                own = weights[call % len(weights)]
                 pools = injection.kv_injection(
-                    features, weights[call % len(weights)], norms, *pools, table, start, count,
+                    features, own, norms, pools[0], pools[1], table, start, count,
                     inverse_frequencies=jnp.ones(shape.frequencies), attention_factor=1.0,
                     eps=1e-6, implementation=implementation, tiles=tiles,
                 )  # fmt: skip
