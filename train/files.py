@@ -1,7 +1,10 @@
-"""Small files that appear whole or not at all."""
+"""Small files that appear whole or not at all, and folders that one process writes."""
 
+import contextlib
+import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,3 +23,20 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
         return None
+
+
+@contextlib.contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Hold ``folder`` against other processes that ask in the same way, where its file system has
+    locks. Raises BlockingIOError where another has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(f"{folder} is being written by another process") from None
+        except OSError:  # some network file systems lock nothing
+            pass
+        yield
+    finally:
+        os.close(descriptor)
