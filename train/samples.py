@@ -7,8 +7,9 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import jinja2
 import numpy as np
@@ -197,7 +198,7 @@ def object_of(line: bytes) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[IO[bytes]]:
+def _opened(file: Path) -> Iterator[BufferedIOBase]:
     if not file.is_file():
         raise DataError(f"{file} is no file")
     try:
