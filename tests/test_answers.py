@@ -54,6 +54,9 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a:2: not a line of answers"):
         AnswerFile(tmp_path / "a")
     assert (tmp_path / "a").read_text().endswith("torn")
+    (tmp_path / "a").write_text('{"id": x}\n')
+    with pytest.raises(DataError, match="a:1: not a line of answers"):
+        AnswerFile(tmp_path / "a")
 
 
 def test_a_folder_belongs_to_its_settings(tmp_path: Path) -> None:
@@ -69,3 +72,6 @@ def test_a_folder_belongs_to_its_settings(tmp_path: Path) -> None:
         check_settings(folder, {"temperature": 0.6})
     with pytest.raises(DataError, match=r"under top_p = null, and this run asks for 0.9"):
         check_settings(folder, settings | {"top_p": 0.9})
+    (folder / "settings.json").write_text("[")
+    with pytest.raises(DataError, match=r"settings.json, .* cannot be read"):
+        check_settings(folder, settings)

@@ -56,6 +56,12 @@ def test_a_resumed_run_gets_the_batches_of_an_uninterrupted_one() -> None:
         assert_same(first(9 - start, batches(7, 4), start), whole[start:])
 
 
+def test_a_row_a_step() -> None:
+    made = batches(3, 1, placement=placement(1))
+    rows = [int(batch.rows_index[0]) for batch in first(3, made)]
+    assert sorted(rows) == [0, 1, 2]
+
+
 def test_steps_far_ahead() -> None:
     (batch,) = first(1, batches(7, 4), 10**9)
     assert batch.step == 10**9

@@ -86,7 +86,7 @@ def test_no_questions(llm: LLM) -> None:
 
 def test_a_question_that_does_not_fit_is_an_error_and_leaves_nothing(llm: LLM) -> None:
     long = Question.of_text("long", "s", "x" * 200)
-    with pytest.raises(ValueError, match="at most 95 fit a context of 96"):
+    with pytest.raises(ValueError, match="question .long.: .*at most 95 fit a context of 96"):
         evaluate(llm, [QUESTIONS[0], long], SamplingParams())
     assert not llm.engine.has_work
 

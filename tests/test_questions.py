@@ -48,7 +48,7 @@ def test_every_form_of_a_question(tmp_path: Path) -> None:
     [
         (b"{", "Expecting property name"),
         (b'{"id": "\xff"}', "codec can't decode byte"),
-        ([], "expected an object, got list"),
+        ([], "a line must be an object, got list"),
         ({"text": "a"}, "has no id"),
         ({"id": 3, "text": "a"}, "id must be a string, got 3"),
         ({"id": "a", "source": 3, "text": "a"}, "source must be a string"),
@@ -91,6 +91,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     whole.write_bytes(whole.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"cut.gz cannot be read"):
         read_questions([whole])
+    content = bytearray(write(tmp_path / "bad.gz", {"id": "a", "text": "b"}).read_bytes())
+    content[10] ^= 255  # the first byte of what is compressed
+    (tmp_path / "bad.gz").write_bytes(content)
+    with pytest.raises(DataError, match=r"bad.gz cannot be read"):
+        read_questions([tmp_path / "bad.gz"])
 
 
 def test_a_seed_is_a_function_of_base_and_id() -> None:

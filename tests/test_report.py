@@ -96,6 +96,7 @@ STEPS = [
     step(30, 1.75, notes={"tau": 1}),
 ]
 HELD_OUT = {"loss": 2.125, "accept_length": 1.875, "accuracy": [0.5, 0.375, 0.0625]}
+LATER = {"loss": 2.25, "accept_length": 1.75, "accuracy": [0.5, 0.375, 0.0625]}
 RESULTS = [
     result(label, source, b, t, tau + b / 8)
     for label, tau in (("trained", 3.0), ("untrained", 1.0))
@@ -119,7 +120,12 @@ def write(work: Path, log: Sequence[object] = (), results: Sequence[object] | No
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    log = [*STEPS[:2], {"step": 20, "held_out": HELD_OUT}, STEPS[2]]
+    log = [
+        *STEPS[:2],
+        {"step": 20, "held_out": HELD_OUT},
+        STEPS[2],
+        {"step": 30, "held_out": LATER},
+    ]
     return write_report(write(tmp_path_factory.mktemp("run"), log, RESULTS))
 
 
@@ -147,11 +153,13 @@ def test_the_page_has_every_number(page: Path) -> None:
 
 def test_the_figures_as_json(page: Path) -> None:
     data = json.loads((page.parent / "report.json").read_text())
-    assert data["steps"] == STEPS and data["held_out"] == [{"step": 20, **HELD_OUT}]
+    assert data["steps"] == STEPS
+    assert data["held_out"] == [{"step": 20, **HELD_OUT}, {"step": 30, **LATER}]
     assert data["evaluation"]["results"] == RESULTS and data["notes"] == []
     assert data["reached"] == reached(read_run(page.parent))
     assert data["reached"]["loss"] == 1.75 and data["reached"]["teacher_forced_tau"] == 2.25
-    assert data["reached"]["held_out_teacher_forced_tau"] == 1.875
+    assert data["reached"]["held_out_teacher_forced_tau"] == 1.875  # the draft's, not the last
+    assert data["reached"]["held_out_step"] == 20
     assert data["reached"]["tau"][0]["tau"] == 3.5
 
 

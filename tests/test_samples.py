@@ -14,15 +14,15 @@ from train.samples import DataError, Sample, Tally, has_anchor, is_held_out, rea
 GOOD = json.dumps({"id": "a", "input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}).encode()
 BAD = {
     b"{": "JSONDecodeError",
-    b"": "JSONDecodeError",
+    b"[" * 100_000: "nested too deeply",
     b"[1, 2]": "a line must be an object, got list",
     b"null": "got NoneType",
     b'"\xff"': "UnicodeDecodeError",
     b"{}": "accepted: input_ids with loss_mask",
     b'{"prompt": "hi"}': "a line of ['prompt']; accepted: input_ids with loss_mask",
     b'{"id": 1.5, "input_ids": [1, 2], "loss_mask": [1, 1]}': "id must be a string or an integer",
-    b'{"input_ids": [1, 2]}': "loss_mask",
-    b'{"loss_mask": [1, 1]}': "input_ids",
+    b'{"input_ids": [1, 2]}': "loss_mask is missing",
+    b'{"loss_mask": [1, 1]}': "input_ids is missing",
     b'{"input_ids": 3, "loss_mask": [1, 1]}': "input_ids must be a list, got 3",
     b'{"input_ids": [1, 2], "loss_mask": [1]}': "2 input_ids but 1 loss_mask",
     b'{"input_ids": [1, 500], "loss_mask": [1, 1]}': "token id 500 is not in 0..499",
@@ -173,6 +173,12 @@ def test_too_large_a_share_of_them_is_an_error(tmp_path: Path, bad: int, raises:
     with pytest.raises(DataError, match=r"2 of 100 lines are malformed(.|\n)*jsonl:49: ") as info:
         read(path, other)
     assert f"{path}:50" in str(info.value)
+
+
+def test_empty_lines_are_none(tmp_path: Path) -> None:
+    path = write(tmp_path / "samples.jsonl", b"", GOOD, b" \r", GOOD, b"{", b"")
+    with pytest.raises(DataError, match=r"1 of 3 lines are malformed(.|\n)*jsonl:5: "):
+        read(path)
 
 
 def test_a_few_of_many_are_named(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from dflash_jax import EngineConfig, SamplingParams
 from dflash_jax.testing import Tally, assert_same_tokens
 from train.cli.overrides import with_overrides
 from train.evaluate import Setting
+from train.files import sole_writer
 from train.recipes import RECIPES
 from train.recipes.smollm2 import SMOLLM2
 from train.recipes.tiny import TINY
@@ -113,9 +114,15 @@ def test_a_whole_run_makes_a_draft_that_serves(train: Train, target: Path, tmp_p
     names = ("answers", "packed", "checkpoints")
     before = {name: written_at(work / name) for name in names}
     log = (work / "train.jsonl").read_text()
-    assert train(*arguments, "--stage", "regenerate", "train", work=work)[0] == 0
+    again = [*arguments, "--stage", "regenerate", "train"]
+    assert train(*again, work=work)[0] == 0
     assert {name: written_at(work / name) for name in names} == before
     assert (work / "train.jsonl").read_text() == log
+    status, _, err = train(*again, work=work, settings=['answers=[{"temperature": 1}]'])
+    assert status == 2 and "holds answers under answers = [" in err
+    with sole_writer(work):
+        status, _, err = train(*again, work=work)
+    assert status == 2 and f"{work} is being written by another process" in err
 
 
 def written_at(folder: Path) -> dict[str, int]:
@@ -168,7 +175,7 @@ def test_features_from_disk_give_the_losses_of_those_computed(train: Train, tmp_
     np.testing.assert_allclose(offline, online, rtol=1e-6)
 
 
-def test_mistakes_are_named_in_one_line(train: Train, tmp_path: Path) -> None:
+def test_mistakes_are_named_in_one_line(train: Train, target: Path, tmp_path: Path) -> None:
     """Exit status 2, no traceback, and before anything slow begins."""
     good = write_prompts(tmp_path / "good.jsonl")
     folder, work = tmp_path / "folder", tmp_path / "work"
@@ -198,6 +205,7 @@ def test_mistakes_are_named_in_one_line(train: Train, tmp_path: Path) -> None:
         assert f"{folder} is no file" in says(flag, folder)
     assert "--prompts (the target answers them) or --data" in says(*prompts, "--data", good)
     assert f"--work {taken} is no folder" in says(*prompts, work=taken)
+    assert f"Not a directory: '{taken / 'work'}'" in says(*prompts, work=taken / "work")
     assert "absent does not exist; accepted" in says("--target", absent, *prompts)
     assert "--seconds must be more than 0, got 0" in says(*prompts, "--seconds", 0)
     assert "--max-bad-share must be in 0..1" in says(*prompts, "--max-bad-share", 2)
@@ -213,6 +221,17 @@ def test_mistakes_are_named_in_one_line(train: Train, tmp_path: Path) -> None:
     assert "needs the target's intermediate_size 128, got 32" in says(
         *prompts, settings=["initial=target"]
     )
+    for name in ("num_layers", "block_size", "intermediate_size", "max_position_embeddings"):
+        said = says(*prompts, settings=["evaluated_blocks=[]", f"{name}=0"])
+        assert f"{name.replace('num_layers', 'num_hidden_layers')}=0 is not run; accepted" in said
+    mute = Path(shutil.copytree(target, tmp_path / "mute"))
+    (mute / "tokenizer.json").unlink()
+    (mute / "tokenizer_config.json").unlink()
+    assert "mute has no tokenizer with a chat template" in says(*prompts, "--target", mute)
+    assert "must be HOST:PORT, got 'host'" in says(
+        *prompts, "--distributed", *("--coordinator", "host", "--num-processes", 2),
+        *("--process-id", 0),
+    )  # fmt: skip
     kl = says(*prompts, "--offline-features", settings=["loop.objective.loss.kl=0.5"])
     assert "--offline-features: the recipe's loop.objective.loss.kl is 0.5" in kl
     (empty := tmp_path / "empty.jsonl").touch()
@@ -268,6 +287,12 @@ def test_settings_take_the_type_of_their_fields() -> None:
         ('answers=[{"heat": 1}]', "SamplingParams has no field 'heat'; it has "),
         ("loop.batch_rows=0", "loop.batch_rows must be at least 1, got 0"),
         ("loop.epochs=1", "give one of steps and epochs"),
+        ("loop.seed=-1", "loop.seed must be in 0..4294967295, got -1"),
+        ("loop.objective.tiles=[0, 8]", "objective.tiles must be at least 1, got (0, 8)"),
+        ("self_written=-1", "self_written must be at least 0, got -1"),
+        ("evaluated_blocks=[0]", "evaluated_blocks (0,) must be at least 1"),
+        ("evaluated_temperatures=[-1]", "temperature must be a number from 0 to 100, got -1.0"),
+        ("evaluation_tokens=0", "max_new_tokens must be at least 1"),
         ("evaluated_blocks=[32]", "evaluated_blocks (32,) cannot be more than block_size 16"),
     ],
 )

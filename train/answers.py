@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.files import write_whole
+from train.files import read_json, write_whole
 from train.samples import DataError
 
 SETTINGS = "settings.json"
@@ -79,7 +79,9 @@ def check_settings(folder: Path, settings: Mapping[str, Any]) -> bool:
     path = folder / SETTINGS
     if not path.exists():
         return False
-    held, wanted = json.loads(path.read_text(encoding="utf-8")), _as_json(settings)
+    held, wanted = read_json(path), _as_json(settings)
+    if not isinstance(held, dict):
+        raise DataError(f"{path}, which tells whose the answers beside it are, cannot be read")
     for name in {**held, **wanted}:
         if held.get(name) != wanted.get(name):
             raise DataError(
@@ -110,10 +112,13 @@ def _take_up(file, path: Path) -> set[str]:
         if not line.endswith(b"\n"):
             break
         end += len(line)
-        if not line.startswith(_ID):
-            raise DataError(f"{path}:{number}: not a line of answers: it must begin with an id")
-        # The id alone: to parse millions of token ids for each would take minutes.
-        ids.add(json.JSONDecoder().raw_decode(line[len(_ID) :].decode())[0])
+        try:
+            if not line.startswith(_ID):
+                raise ValueError("it must begin with an id")
+            # The id alone: to parse millions of token ids for each would take minutes.
+            ids.add(json.JSONDecoder().raw_decode(line[len(_ID) :].decode())[0])
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: not a line of answers: {error}") from error
     if end < file.tell():  # not otherwise: even cutting nothing makes the file look rewritten
         file.truncate(end)
     return ids

@@ -68,7 +68,9 @@ class Batches(Generic[Rows]):
         self._dataset, self._batch_rows, self._placement = dataset, batch_rows, placement
         self._by_rows = NamedSharding(placement.mesh, PartitionSpec(*placement.spec[:1]))
         order = grain.MapDataset.range(len(dataset)).shuffle(seed).repeat()
-        self._order = order.batch(batch_rows)
+        # Nothing remains of an endless sequence, but without the flag grain takes its length for a
+        # float, which in batches of 1 is more than an index holds.
+        self._order = order.batch(batch_rows, drop_remainder=True)
         self._read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED)
 
     def rows_index(self, step: int) -> np.ndarray:

@@ -65,7 +65,7 @@ def evaluate(
     """Answer every question, each with a seed of its own where T > 0.
 
     Compilation counts into the seconds: call ``llm.engine.warm_up()`` before. Raises ValueError
-    on a question that does not fit.
+    naming a question that does not fit or that the chat template refuses.
     """
     engine = llm.engine
     started = time.perf_counter()
@@ -73,9 +73,12 @@ def evaluate(
     cycles: dict[str, list[int]] = {}
     try:
         for question in questions:
-            ids = question.encode(llm, template_variables)
             seeded = dataclasses.replace(sampling, seed=question.seed(sampling.seed or 0))
-            engine.add(Request(question.id, ids, seeded))
+            try:
+                ids = question.encode(llm, template_variables)
+                engine.add(Request(question.id, ids, seeded))
+            except ValueError as error:
+                raise ValueError(f"evaluation question {question.id!r}: {error}") from error
             outputs[question.id], cycles[question.id] = [], []
         for update in engine.run():
             outputs[update.request_id] += update.tokens

@@ -31,6 +31,17 @@ class LanguageModelConfig:
     log_every: int = 50
     seed: int = 0
 
+    def __post_init__(self):
+        for name in ("batch_rows", "row_length", "steps", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"language_model.{name} must be at least 1, got {getattr(self, name)}"
+                )
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(
+                f"language_model.learning_rate must be more than 0, got {self.learning_rate}"
+            )
+
 
 def train_language_model(
     pair: Pair,

@@ -71,6 +71,8 @@ class LoopConfig:
         ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"loop.{name} must be at least 1, got {value}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"loop.seed must be in 0..{2**32 - 1}, got {self.seed}")
         for name in ("epochs", "seconds"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ValueError(f"loop.{name} must be more than 0, got {value}")
@@ -174,6 +176,7 @@ def train(
                 if checkpoints is not None:
                     checkpoints.save(done, state, score=score)
                 saved = done
+                run.resume()
             if ends:
                 break
         if checkpoints is not None and finished and checkpoints.best_step not in (None, saved):
@@ -231,7 +234,6 @@ class _Done(NamedTuple):
 
     step: int
     rows_index: np.ndarray
-    tokens: int
     rate: float
     report: StepReport
 
@@ -256,7 +258,8 @@ class _Run:
         self._progress, self._log, self._spent = progress, log, spent
         self._pending: list[_Done] = []
         self._started: float | None = None
-        self._last = time.perf_counter()
+        self._last = 0.0
+        self._tokens = 0
 
     @property
     def seconds(self) -> float:
@@ -277,12 +280,18 @@ class _Run:
             jax.block_until_ready(self._pending[-2].report)
         state, report = self._step(state, self._target, rows, features, jnp.float32(rate))
         done = batch.step + 1
-        self._pending.append(_Done(done, batch.rows_index, rows.tokens.size, rate, report))
+        self._pending.append(_Done(done, batch.rows_index, rate, report))
         if self._started is None:
             jax.block_until_ready(report)
             self._started = self._last = time.perf_counter()
+        else:
+            self._tokens += rows.tokens.size
         self._progress.move(done)
         return state, done
+
+    def resume(self) -> None:
+        """Behind scores and checkpoints, whose time says nothing of how fast steps are."""
+        self._last = time.perf_counter()
 
     def write_log(self, done: int) -> None:
         """A record of the steps since the last one. Raises TrainingDiverged."""
@@ -299,14 +308,14 @@ class _Run:
                     where = f"step {past.step}, rows {past.rows_index.tolist()}"
                     raise TrainingDiverged(f"the {name} is {value} at {where}")
         now = time.perf_counter()
-        tokens = sum(past.tokens for past in self._pending)
         record = summarise([report.metrics for report in reports]) | {
             "gradient_norm": float(np.mean([report.gradient_norm for report in reports])),
             "learning_rate": self._pending[-1].rate,
             "seconds": self.seconds,
-            "tokens_per_second": tokens / max(now - self._last, 1e-9),
         }
-        self._pending, self._last = [], now
+        if self._tokens:  # not of the first step alone, whose time is not counted
+            record["tokens_per_second"] = self._tokens / max(now - self._last, 1e-9)
+        self._pending, self._tokens, self._last = [], 0, now
         self.write(done, record)
 
     def write(self, step: int, record: dict[str, Any]) -> None:

@@ -184,7 +184,9 @@ def _record(line: str, where: str) -> dict[str, Any]:
         record = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where}: no JSON: {error}") from error
-    if not isinstance(record, dict) or not {"step", "time"} <= record.keys():
+    if not isinstance(record, dict) or not all(
+        isinstance(record.get(name), int | float) for name in ("step", "time")
+    ):
         raise ValueError(f"{where}: a record has a step and a time")
     return record
 

@@ -33,6 +33,8 @@ class ObjectiveConfig:
     def __post_init__(self):
         if self.anchors < 1:
             raise ValueError(f"objective.anchors must be at least 1, got {self.anchors}")
+        if min(self.tiles) < 1:
+            raise ValueError(f"objective.tiles must be at least 1, got {tuple(self.tiles)}")
 
 
 class Blocks(NamedTuple):

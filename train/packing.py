@@ -53,7 +53,7 @@ class PackedDataset:
             meta = PackingMeta(**json.loads((folder / META).read_bytes()))
             mode = "r" if mapped else None
             arrays = {name: np.load(folder / f"{name}.npy", mmap_mode=mode) for name in ARRAYS}
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, EOFError, ValueError, TypeError) as error:
             raise DataError(f"{folder} holds no packed rows: {error}") from error
         for name, values in arrays.items():
             if (values.shape, values.dtype) != ((meta.rows, meta.row_length), ARRAYS[name]):

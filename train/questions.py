@@ -1,17 +1,14 @@
 """What the target is asked: conversations that end where an answer is wanted, read from files."""
 
 import dataclasses
-import gzip
 import hashlib
-import json
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.generate import LLM
 from train.conversations import Message, messages_of, tools_of
-from train.samples import DataError
+from train.samples import DataError, lines_of, object_of
 
 ANSWERED = ("user", "tool")
 """Roles whose turn an assistant answers."""
@@ -60,7 +57,7 @@ def read_questions(
     places: dict[str, str] = {}
     bad: list[str] = []
     for file in files:
-        for number, line in _lines(file):
+        for number, line in lines_of(file):
             place = f"{file}:{number}"
             try:
                 question = _question(line, source=file.name.partition(".")[0])
@@ -82,24 +79,8 @@ def read_questions(
     return questions
 
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines of bytes, empty ones left out: a bad byte spoils its own line alone, and text
-    lines would also end at U+2028."""
-    if not file.is_file():
-        raise DataError(f"{file} is no file")
-    try:
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield number, line
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
-
-
 def _question(line: bytes, *, source: str) -> Question:
-    record = json.loads(line)
-    if not isinstance(record, dict):
-        raise ValueError(f"expected an object, got {type(record).__name__}")
+    record = object_of(line)
     if "id" not in record:
         raise ValueError("has no id")
     texts = {"id": record["id"], "source": record.get("source", source)}

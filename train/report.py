@@ -72,16 +72,18 @@ def read_run(work: Path) -> Run:
 
 
 def reached(run: Run) -> dict[str, Any]:
-    """The figures that a run is judged by; None for what is not known."""
+    """The figures that a run is judged by; None for what is not known. Held-out ones are the
+    draft's own: of the best step, as checkpoints are chosen."""
     last = run.steps[-1] if run.steps else {}
-    unseen = run.held_out[-1] if run.held_out else {}
+    best = max(run.held_out, key=lambda r: (r["accept_length"] or 0.0, r["step"]), default={})
     return {
         "steps": last.get("step"),
         "seconds": last.get("seconds"),
         "loss": last.get("loss"),
         "teacher_forced_tau": last.get("accept_length"),
-        "held_out_loss": unseen.get("loss"),
-        "held_out_teacher_forced_tau": unseen.get("accept_length"),
+        "held_out_step": best.get("step"),
+        "held_out_loss": best.get("loss"),
+        "held_out_teacher_forced_tau": best.get("accept_length"),
         "tau": [
             {key: r[key] for key in (*ABOUT, "tau", "raw_tau", "looping")} for r in run.results
         ],

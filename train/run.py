@@ -27,15 +27,15 @@ import dflash_jax
 from dflash_jax.checkpoint import export_draft, load_params, open_source, target_tensor_name
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
-from dflash_jax.generate import LLM, find_pair
+from dflash_jax.generate import EMBEDDED_NAME, LLM, find_pair
 from dflash_jax.hf_config import read_target_config
 from dflash_jax.sharding import Sharding
 from dflash_jax.tokenizer import load_tokenizer
-from train.answers import answers_path, claim
+from train.answers import answers_path, check_settings, claim, skipped_path
 from train.contract import weights_digest
 from train.evaluate import EvaluationFile, evaluate_settings, one_line, settings_of, untrained
 from train.features import RowsWithFeatures, write_features
-from train.files import write_whole
+from train.files import read_json, write_whole
 from train.initial import draft_from_target, random_draft
 from train.loop import check_rows_split, train
 from train.mesh import training_sharding
@@ -97,6 +97,13 @@ class Run:
         else:
             path, _ = find_pair(self.target_name, None, speculation=False)
             config = read_target_config(path)
+            if {"regenerate", "evaluate"} & set(stages):
+                tokenizer = load_tokenizer(path)
+                if tokenizer is None or tokenizer.chat_template is None:
+                    raise ValueError(
+                        f"{self.target_name or EMBEDDED_NAME} has no tokenizer with a chat "
+                        "template, which the stages regenerate and evaluate need"
+                    )
         draft = recipe.draft_config(config)
         if recipe.initial == "target" and draft.intermediate_size != config.intermediate_size:
             raise ValueError(
@@ -115,6 +122,13 @@ class Run:
         if not isinstance(recipe, TargetRecipe) or self.target is not None:
             return
         if (folder / "config.json").is_file():
+            held = dataclasses.asdict(read_target_config(folder))
+            for name, wanted in dataclasses.asdict(recipe.config).items():
+                if held[name] != wanted:
+                    raise ValueError(
+                        f"{folder} is a target with {name} = {held[name]}, and this run asks for "
+                        f"{wanted}; give the same settings, or another --work"
+                    )
             self.report(f"{folder} is there already")
             return
         partial = folder.with_name("target.partial")
@@ -130,19 +144,20 @@ class Run:
         started = time.perf_counter()
         done = folder / "done.json"
         asked = hashlib.sha256("\n".join(q.id for q in self.questions).encode()).hexdigest()
-        if done.exists() and json.loads(done.read_text()) == {"questions": asked}:
-            self.report(f"answers are there; remove {done} to go on answering")
-            return
-        engine = dataclasses.replace(recipe.engine, speculation=False)
-        llm = self._load(engine=engine)
+        name = (self.target_name or EMBEDDED_NAME).rstrip("/")
         settings = {
-            "target": llm.name,
+            "target": "target" if name == str(self.work / "target") else name,  # WORK may move
             "dtype": self.recipe.dtype,
             "answers": [dataclasses.asdict(sampling) for sampling in recipe.answers],
             "self_written": recipe.self_written,
             "seed": recipe.loop.seed,
             "template_variables": recipe.template_variables,
         }
+        check_settings(folder, settings)
+        if read_json(done) == {"questions": asked}:
+            self.report(f"answers are there; remove {done} to go on answering")
+            return
+        llm = self._load(engine=dataclasses.replace(recipe.engine, speculation=False))
         claim(folder, settings)
         questions = [*self.questions, *self._self_written(llm, folder / "self_written.jsonl")]
         questions = random.Random(recipe.loop.seed).sample(questions, len(questions))
@@ -158,6 +173,12 @@ class Run:
                 seconds=left / (kinds - number),
             )
             self.report(f"answers at T = {sampling.temperature}: {written}")
+        answers = answers_path(folder, 0, 1)
+        if not answers.exists() or not answers.stat().st_size:
+            raise DataError(
+                f"none of {len(questions)} questions has an answer; {skipped_path(answers)} says "
+                "why of all that were asked"
+            )
         write_whole(done, json.dumps({"questions": asked}) + "\n")
 
     def train(self) -> bool:
@@ -279,7 +300,7 @@ class Run:
             }
         )
         stamp = folder / "source.json"
-        packed = stamp.exists() and json.loads(stamp.read_text()) == source
+        packed = read_json(stamp) == source
         error = None
         if jax.process_index() == 0 and not packed:
             try:

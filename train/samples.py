@@ -1,10 +1,13 @@
 """Training samples, read from what people have: token ids, conversations, text."""
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,7 +40,8 @@ class Sample:
 
 @dataclasses.dataclass
 class Tally:
-    """What a reading has come across so far; a text file counts as one line."""
+    """What a reading has come across so far; a text file counts as one line, an empty line as
+    none."""
 
     lines: int = 0
     bad: int = 0
@@ -60,9 +64,7 @@ class _Reader:
     template_options: Mapping[str, Any]
 
     def line(self, line: bytes) -> Sample:
-        record = json.loads(line)
-        if not isinstance(record, dict):
-            raise TypeError(f"a line must be an object, got {type(record).__name__}")
+        record = object_of(line)
         name = record.get("id")
         if not isinstance(name, str | int | None):
             raise TypeError(f"id must be a string or an integer, got {name!r}")
@@ -172,7 +174,43 @@ def is_held_out(sample: Sample, share: float) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
+def lines_of(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines of a JSONL file (.gz too), empty ones left out. Lines of bytes: a bad byte
+    spoils its own line alone, and text lines would also end at U+2028.
+
+    Raises DataError where the file cannot be opened or is damaged.
+    """
+    with _opened(file) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, line
+
+
+def object_of(line: bytes) -> dict[str, Any]:
+    """The JSON object of one line. Raises ValueError or TypeError where it is none."""
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    if not isinstance(record, dict):
+        raise TypeError(f"a line must be an object, got {type(record).__name__}")
+    return record
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[BufferedIOBase]:
+    if not file.is_file():
+        raise DataError(f"{file} is no file")
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as content:
+            yield content
+    except (OSError, EOFError, zlib.error) as error:  # of gzip: not one, cut, damaged
+        raise DataError(f"{file} cannot be read: {error}") from error
+
+
 def _ids_and_mask(record: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    if missing := {"input_ids", "loss_mask"} - record.keys():
+        raise ValueError(f"input_ids and loss_mask go together, and {min(missing)} is missing")
     ids, mask = record["input_ids"], record["loss_mask"]
     for name, values in (("input_ids", ids), ("loss_mask", mask)):
         if not isinstance(values, list):
@@ -195,14 +233,10 @@ def _documents(path: Path, reader: _Reader) -> Iterator[tuple[str, Callable[[], 
     kind = Path(path.name.removesuffix(".gz")).suffix
     if kind == ".json":
         raise DataError(f"{path}: a .json file is no text; accepted: .jsonl, one record a line")
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            if kind != ".jsonl":
-                content = file.read()
-                yield str(path), lambda: reader.text(path.name, content.decode())
-                return
-            # Lines of bytes, each decoded alone: a bad byte spoils its own line and no other.
-            for number, line in enumerate(file, start=1):
-                yield f"{path}:{number}", lambda line=line: reader.line(line)
-    except (OSError, EOFError) as error:  # BadGzipFile is an OSError, a cut one an EOFError
-        raise DataError(f"{path}: {error}") from error
+    if kind == ".jsonl":
+        for number, line in lines_of(path):
+            yield f"{path}:{number}", lambda line=line: reader.line(line)
+    else:
+        with _opened(path) as file:
+            content = file.read()
+        yield str(path), lambda: reader.text(path.name, content.decode())

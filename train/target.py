@@ -31,6 +31,11 @@ class TargetRecipe:
     held_out: int
     passage_bytes: int
 
+    def __post_init__(self):
+        for name in ("questions", "held_out", "passage_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"target.{name} must be at least 1, got {getattr(self, name)}")
+
     def inputs(self) -> tuple[list[Question], list[Question]]:
         """(questions, held-out questions)."""
         return (

@@ -54,10 +54,10 @@ def main(argv: Sequence[str]) -> int:
     logging.getLogger("dflash_jax").setLevel(logging.INFO)  # a download takes a while: say so
     try:
         return run(args)
-    except (ValueError, EmbeddedModelError, CheckpointError) as error:
+    except (ValueError, OSError, EmbeddedModelError, CheckpointError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
-    except TrainingDiverged as error:
+    except (TrainingDiverged, FloatingPointError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

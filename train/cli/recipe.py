@@ -3,6 +3,7 @@
 python -m train qwen3-4b --prompts prompts.jsonl --evaluation eval.jsonl --work out/qwen3-4b
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -16,6 +17,7 @@ from dflash_jax.compilation_cache import default_compilation_cache_dir, keep_com
 from dflash_jax.flags import choices, flag
 from train.cli.mesh_args import MeshArgs
 from train.cli.overrides import with_overrides
+from train.files import sole_writer
 from train.questions import Question, read_questions
 from train.recipes import RECIPES
 from train.run import Run
@@ -92,6 +94,8 @@ class RunArgs(MeshArgs):
             raise ValueError(
                 "--coordinator, --num-processes and --process-id go together, with --distributed"
             )
+        if self.coordinator and not self.coordinator.rpartition(":")[2].isdecimal():
+            raise ValueError(f"--coordinator must be HOST:PORT, got {self.coordinator!r}")
         for path in (*self.prompts, *self.data, *self.evaluation):
             if not path.is_file():
                 raise ValueError(f"{path} is no file")
@@ -129,6 +133,13 @@ def run(name: str, args: RunArgs) -> int:
         )
     job.check(stages)
     args.work.mkdir(parents=True, exist_ok=True)
+    # A report may be asked for while the run goes on; of several processes the first one writes.
+    alone = jax.process_index() == 0 and set(stages) != {"report"}
+    with sole_writer(args.work) if alone else contextlib.nullcontext():
+        return _run_stages(job, stages)
+
+
+def _run_stages(job: Run, stages: Sequence[Stage]) -> int:
     for stage in stages:
         if stage == "target":
             job.make_target()

@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from dflash_jax.checkpoint import draft_config_json
 from dflash_jax.config import DraftConfig, TargetConfig, default_target_layer_ids
 from dflash_jax.engine import EngineConfig
 from dflash_jax.generate import DType
+from dflash_jax.hf_config import draft_config
 from dflash_jax.request import SamplingParams
 from dflash_jax.speculative import DraftSampling
 from train.loop import LoopConfig
@@ -59,6 +61,8 @@ class Recipe:
                 f"objective.anchors {self.loop.objective.anchors} cannot be more than row_length "
                 f"{self.row_length}"
             )
+        if self.self_written < 0:
+            raise ValueError(f"self_written must be at least 0, got {self.self_written}")
         if not 0 <= self.held_out_share < 1:
             raise ValueError(f"held_out_share must be in [0, 1), got {self.held_out_share}")
         if self.evaluated_blocks and max(self.evaluated_blocks) > self.block_size:
@@ -66,11 +70,16 @@ class Recipe:
                 f"evaluated_blocks {self.evaluated_blocks} cannot be more than block_size "
                 f"{self.block_size}"
             )
+        if self.evaluated_blocks and min(self.evaluated_blocks) < 1:
+            raise ValueError(f"evaluated_blocks {self.evaluated_blocks} must be at least 1")
+        for temperature in self.evaluated_temperatures:
+            SamplingParams(temperature, max_new_tokens=self.evaluation_tokens)
 
     def draft_config(self, target: TargetConfig) -> DraftConfig:
         """The draft: the target's widths and heads, this recipe's depth and ffn.
 
-        Raises ValueError where the mask token is none of the target's.
+        Raises ValueError where the mask token is none of the target's, or where what is exported
+        could not be loaded.
         """
         if not 0 <= self.mask_token_id < target.vocab_size:
             raise ValueError(
@@ -78,18 +87,18 @@ class Recipe:
                 f"0..{target.vocab_size - 1}"
             )
         full = (None,) * self.num_layers
-        longest = self.max_position_embeddings or target.max_position_embeddings
-        return DraftConfig(
+        ffn, longest = self.intermediate_size, self.max_position_embeddings
+        config = DraftConfig(
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
-            intermediate_size=self.intermediate_size or target.intermediate_size,
+            intermediate_size=target.intermediate_size if ffn is None else ffn,
             num_layers=self.num_layers,
             num_heads=target.num_heads,
             num_kv_heads=target.num_kv_heads,
             head_dim=target.head_dim,
             rms_norm_eps=target.rms_norm_eps,
             rope=target.rope,
-            max_position_embeddings=longest,
+            max_position_embeddings=target.max_position_embeddings if longest is None else longest,
             block_size=self.block_size,
             mask_token_id=self.mask_token_id,
             target_layer_ids=default_target_layer_ids(target.num_layers, self.num_taps),
@@ -98,3 +107,4 @@ class Recipe:
             windows=full,
             causal=(False,) * self.num_layers,
         )
+        return draft_config(draft_config_json(config, self.dtype), target)
