@@ -59,8 +59,11 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         wide = x.astype(jnp.float32)
         wide *= jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        weight = self.weight[...]
-        return wide.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+        weight = self.weight[...].astype(jnp.float32)
+        # The product is rounded once, as in x's dtype; its gradient is summed over all tokens, for
+        # which bfloat16 is too narrow.
+        normed = wide.astype(x.dtype).astype(jnp.float32)
+        return (normed * weight.reshape((1,) * (x.ndim - 1) + weight.shape)).astype(x.dtype)
 
 
 class MLP(nnx.Module):

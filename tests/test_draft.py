@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from dflash_jax.cache import Batch
 from dflash_jax.decoder import Pair, PairParams, draft_pass
+from dflash_jax.layers import RMSNorm
 from dflash_jax.request import SamplingParams
 from dflash_jax.speculative import prefill_step
 from dflash_jax.testing import draft_oracle, sampling_rows, tiny_pair
@@ -110,3 +112,14 @@ def test_the_last_layers_tap_is_before_the_final_norm() -> None:
         return np.asarray(target(tokens, tokens, attend, pair.taps).features)
 
     np.testing.assert_array_equal(features(1.0), features(3.0))
+
+
+def test_a_norms_gradient_is_summed_in_float32() -> None:
+    """Over 16,384 tokens, whose contributions all point one way: a bfloat16 sum stands still at
+    256 times what is added."""
+    norm = RMSNorm(8, 1e-6, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    graph, state = nnx.split(norm)
+    x = jnp.ones((16, 1024, 8), jnp.bfloat16)
+    gradient = jax.grad(lambda s: nnx.merge(graph, s)(x).astype(jnp.float32).sum())(state)
+    (of_weight,) = jax.tree.leaves(gradient)
+    np.testing.assert_allclose(of_weight.astype(jnp.float32), 16 * 1024, rtol=2**-8)
