@@ -134,7 +134,8 @@ def compile_kernels(sharding: Sharding) -> dict[str, int]:
 
     seen = set()
     for name, shape in ATTENTION.items():
-        alike = dataclasses.replace(shape, batch=1, context=1024)  # the same program but for sizes
+        # The same program but for sizes, which matter where page tables are long.
+        alike = dataclasses.replace(shape, batch=1, context=max(shape.context, 65536))
         if alike in seen:
             continue
         seen.add(alike)

@@ -79,6 +79,7 @@ SHAPES = {
     "8b/draft-window/8x8192": Shape(8, 16, 32, 8, 128, 8192, causal=False, window=2048),
     "8b/plain/32x1024": Shape(32, 1, 32, 8, 128, 1024),
     "8b/plain/1x32768": Shape(1, 1, 32, 8, 128, 32768),
+    "8b/long/64x131072": Shape(64, 16, 32, 8, 128, 131072),
     "8b/prefill/1x1024": Shape(1, 1024, 32, 8, 128, 1024),
     "8b/fp8/32x8192": Shape(32, 16, 32, 8, 128, 8192, page_size=32, page_dtype="float8_e4m3fn"),
     "8b/int8/32x8192": Shape(32, 16, 32, 8, 128, 8192, page_size=32, page_dtype="int8"),

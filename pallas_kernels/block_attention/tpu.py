@@ -99,13 +99,21 @@ def block_attention(
     per_tile = pl.BlockSpec((1, 1, kv_heads, rows, width), lambda b, i, *_: (b, i, 0, 0, 0))
     per_row = pl.BlockSpec((1, kv_heads, keys, width), lambda b, i, *_: (b, 0, 0, 0))
     pool = pl.BlockSpec(memory_space=pltpu.HBM)
+    # Tables come a row at a time, this one's and the next one's: all of a batch's are larger than
+    # the scalar memory where contexts are long (64 rows of 131,072 tokens: 2 MiB of its one).
+    entries = (1, 1, page_table.shape[1])
+    own_table = pl.BlockSpec(entries, lambda b, *_: (b, 0, 0), memory_space=pltpu.SMEM)
+    next_table = pl.BlockSpec(
+        entries, lambda b, *_: (jnp.minimum(b + 1, batch - 1), 0, 0), memory_space=pltpu.SMEM
+    )
+    tables = page_table[:, None, :]
     out = pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=3,
             grid=(batch, num_tiles),
-            in_specs=[per_tile, per_row, per_row, pool, pool],
+            in_specs=[own_table, next_table, per_tile, per_row, per_row, pool, pool],
             out_specs=per_tile,
             scratch_shapes=[
                 pltpu.VMEM((2, kv_heads, chunk, width), k_pages.dtype),
@@ -124,7 +132,7 @@ def block_attention(
         ),
         interpret=interpret,
         name="block_attention",
-    )(page_table, context_lengths, k_scale, v_scale, queries, k, v, k_pages, v_pages)
+    )(context_lengths, k_scale, v_scale, tables, tables, queries, k, v, k_pages, v_pages)
     out = out[:, :, :, : tile_tokens * groups]
     out = out.reshape(batch, num_tiles, kv_heads, tile_tokens, groups, width).swapaxes(2, 3)
     return out.reshape(batch, num_tiles * tile_tokens, heads, width)[:, :tokens, :, :head_dim]
@@ -142,7 +150,7 @@ def _widen(ndim: int, axis: int, amount: int) -> list[tuple[int, int]]:
 
 
 def _kernel(
-    page_table, lengths, k_scale, v_scale,
+    lengths, k_scale, v_scale, own_table, next_table,
     q_ref, k_ref, v_ref, k_pages, v_pages, out_ref,
     k_buffer, v_buffer, semaphores, first_slot, peak_ref, total_ref, out_acc,
     *, tokens, groups, tile_tokens, key_step, causal, window, scale, soft_cap,
@@ -159,14 +167,14 @@ def _kernel(
         first = first_visible(length + tile * tile_tokens, window) // chunk
         return first, jnp.maximum(pl.cdiv(length, chunk), first)
 
-    def for_each_copy(row, tile, index, slot, act):
+    def for_each_copy(table, row, tile, index, slot, act):
         """The copies of one chunk: its live pages alone."""
         length = lengths[row]
         first = first_visible(length + tile * tile_tokens, window) // page_size
         begin = index * pages_per_chunk
 
         def copy_page(entry, _):
-            page = page_table[row, entry]
+            page = table[0, 0, entry]
             place = pl.ds(pl.multiple_of((entry - begin) * page_size, page_size), page_size)
             for which, (pool, buffer) in enumerate(((k_pages, k_buffer), (v_pages, v_buffer))):
                 act(
@@ -178,21 +186,21 @@ def _kernel(
         end = jnp.minimum(begin + pages_per_chunk, pl.cdiv(length, page_size))
         lax.fori_loop(jnp.maximum(begin, first), end, copy_page, None)
 
-    def start(row, tile, index, slot):
-        for_each_copy(row, tile, index, slot, lambda copy: copy.start())
+    def start(table, row, tile, index, slot):
+        for_each_copy(table, row, tile, index, slot, lambda copy: copy.start())
 
-    def start_first(row, tile, slot):
+    def start_first(table, row, tile, slot):
         """The first chunk of the program (row, tile), if it has one."""
         first, last = span(row, tile)
 
         @pl.when(first < last)
         def _():
-            start(row, tile, first, slot)
+            start(table, row, tile, first, slot)
 
     @pl.when((row == 0) & (tile == 0))
     def _():
         first_slot[0] = 0
-        start_first(row, tile, 0)
+        start_first(own_table, row, tile, 0)
 
     query = lax.div(lax.broadcasted_iota(jnp.int32, (rows, 1), 0), groups) + tile * tile_tokens
     length = lengths[row]
@@ -252,22 +260,26 @@ def _kernel(
     next_tile = lax.rem(tile + 1, num_tiles)
 
     def start_next_program(slot):
-        @pl.when(next_row < num_rows)
+        @pl.when(next_row == row)
         def _():
-            start_first(next_row, next_tile, slot)
+            start_first(own_table, next_row, next_tile, slot)
+
+        @pl.when((next_row != row) & (next_row < num_rows))
+        def _():
+            start_first(next_table, next_row, next_tile, slot)
 
     def attend_chunk(index, _):
         slot = lax.rem(slot0 + index - first, 2)
 
         @pl.when(index + 1 < last)
         def _():
-            start(row, tile, index + 1, 1 - slot)
+            start(own_table, row, tile, index + 1, 1 - slot)
 
         @pl.when(index + 1 == last)
         def _():
             start_next_program(1 - slot)
 
-        for_each_copy(row, tile, index, slot, lambda copy: copy.wait())
+        for_each_copy(own_table, row, tile, index, slot, lambda copy: copy.wait())
         begin = index * chunk
         position = lax.broadcasted_iota(jnp.int32, (1, chunk), 1) + begin
         first_seen = first_visible(length + tile * tile_tokens, window)

@@ -62,7 +62,12 @@ def kv_injection(
     starts, counts = (jnp.pad(x, (0, spare))[:, None] for x in (start, count))
     counts = by_segment(jnp.clip(counts - first[None, :], 0, length))
     starts = by_segment(starts + first[None, :])
-    table = jnp.pad(page_table, [(0, spare), (0, 0)])
+    # The pages that a segment touches: whole tables are larger than the scalar memory where
+    # contexts are long.
+    pages = (length + page_size - 2) // page_size + 1
+    entry = lax.div(starts, page_size)[:, None] + jnp.arange(pages, dtype=jnp.int32)[None, :]
+    table = jnp.tile(jnp.pad(page_table, [(0, spare), (0, 0)]), (pieces, 1))
+    touched = jnp.take_along_axis(table, jnp.minimum(entry, table.shape[1] - 1), axis=1)
 
     # RoPE as x cos + (x shifted left) sin_left + (x shifted right) sin_right, over whole vectors.
     half = inverse_frequencies.shape[0]
@@ -82,11 +87,10 @@ def kv_injection(
     norms = lanes(k_norms.astype(jnp.float32), 0)[:, None, :]
 
     tile_rows = per_tile * length
-    pages = (length + page_size - 2) // page_size + 1  # that a segment touches, at most
     per_head = pl.BlockSpec((tile_rows, width), lambda i, layer, k, *_: (i, 0))
     pool = pl.BlockSpec(memory_space=pltpu.HBM)
     pools = (*k_pages, *v_pages)
-    operands = (table, starts, counts, k_scales, v_scales, rows, weights, weights, norms, *turns)
+    operands = (touched, starts, counts, k_scales, v_scales, rows, weights, weights, norms, *turns)
     page_buffer = pltpu.VMEM((per_tile * pages, kv_heads, page_size, width), dtype)
     new_rows = pltpu.VMEM((kv_heads, tile_rows, width), features.dtype)
     new = pl.pallas_call(
@@ -98,7 +102,7 @@ def kv_injection(
             length=length,
             per_tile=per_tile,
             pages=pages,
-            batch=batch + spare,
+            capacity=page_table.shape[1],
             eps=eps,
         ),
         out_shape=pools,
@@ -139,9 +143,9 @@ def kv_injection(
 
 
 def _kernel(
-    page_table, starts, counts, k_scales, v_scales,
+    touched, starts, counts, k_scales, v_scales,
     x_ref, k_weight, v_weight, norm_ref, cos_ref, left_ref, right_ref, *rest,
-    layers, head_dim, half, length, per_tile, pages, batch, eps,
+    layers, head_dim, half, length, per_tile, pages, capacity, eps,
 ):  # fmt: skip
     pools, scratch = rest[2 * layers : 4 * layers], rest[4 * layers :]  # the results alone
     k_rows, v_rows, k_buffer, v_buffer, semaphores = scratch
@@ -150,18 +154,16 @@ def _kernel(
     is_last = (tile == pl.num_programs(0) - 1) & (layer == layers - 1)
 
     def for_each_page(tile, act):
-        """``act(segment, position of the page's first row, page, its place in the buffers)``."""
+        """``act(segment of the tile, number of the page in its row, its place in the buffers)``."""
 
         def of_segment(segment, _):
             index = tile * per_tile + segment
             begin, count = starts[index], counts[index]
             first = lax.div(begin, page_size)
-            last = jnp.minimum(pl.cdiv(begin + count, page_size), page_table.shape[1])
-            row = lax.rem(index, batch)
+            last = jnp.minimum(pl.cdiv(begin + count, page_size), capacity)
 
             def of_page(entry, _):
-                place = segment * pages + entry - first
-                act(index, entry * page_size, page_table[row, entry], place)
+                act(segment, entry, segment * pages + entry - first)
 
             lax.fori_loop(first, jnp.where(count > 0, last, first), of_page, None)
 
@@ -180,15 +182,16 @@ def _kernel(
 
             @pl.when(layer == number)
             def _(own=own):
-                def start_page(_segment, _position, page, place):
+                def start_page(segment, _entry, place):
+                    page = touched[tile * per_tile + segment, place - segment * pages]
                     for copy in copies(own, page, place, out):
                         copy.start()
 
                 for_each_page(tile, start_page)
 
     def wait(tile, out: bool):
-        def wait_page(_segment, _position, page, place):  # whose pool it was does not matter
-            for copy in copies((pools[0], pools[layers]), page, place, out):
+        def wait_page(_segment, _entry, place):  # which page of which pool does not matter
+            for copy in copies((pools[0], pools[layers]), 0, place, out):
                 copy.wait()
 
         for_each_page(tile, wait_page)
@@ -210,16 +213,17 @@ def _kernel(
     k_rows[head] = k.astype(k_rows.dtype)
     v_rows[head] = _dot(x, v_weight[0, 0]).astype(v_rows.dtype)
 
-    def fill_page(segment, position, _page, place):
+    def fill_page(segment, entry, place):
         """Put the new rows of one page among its old ones. A product with ones and zeros moves
         them: they lie at any offset, and vectors are shifted by whole tiles only."""
-        begin, count = starts[segment], counts[segment]
-        slot = lax.broadcasted_iota(jnp.int32, (page_size, length), 0) + position - begin
+        index = tile * per_tile + segment
+        shift, count = entry * page_size - starts[index], counts[index]
+        slot = lax.broadcasted_iota(jnp.int32, (page_size, length), 0) + shift
         token = lax.broadcasted_iota(jnp.int32, (page_size, length), 1)
         ours = (slot == token).astype(k_rows.dtype)
-        slot = lax.broadcasted_iota(jnp.int32, (page_size, width), 0) + position - begin
+        slot = lax.broadcasted_iota(jnp.int32, (page_size, width), 0) + shift
         fresh = (slot >= 0) & (slot < count)
-        at = pl.ds(pl.multiple_of(lax.rem(segment, per_tile) * length, 16), length)
+        at = pl.ds(pl.multiple_of(segment * length, 16), length)
 
         def of_head(head, _):
             for rows, buffer, scales in (
