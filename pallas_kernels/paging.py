@@ -28,6 +28,16 @@ def row_width(head_dim: int, platform: str) -> int:
     return -(-head_dim // LANES) * LANES if platform == "tpu" else head_dim
 
 
+def check_triton_offsets(op: str, pool: Num[Array, "P K page W"]) -> None:
+    """Raise ValueError for a pool whose elements Pallas's Triton lowering cannot count: it goes to
+    64-bit offsets past 2**32 bytes, and offsets are signed elements."""
+    if pool.size > 2**31 and pool.size * pool.dtype.itemsize <= 2**32:
+        raise ValueError(
+            f"{op}: implementation 'gpu' takes {pool.dtype} pools of at most 2**31 elements, or of "
+            f"more than 2**32; pages {pool.shape} are {pool.size}"
+        )
+
+
 def write_rows(
     pool: Num[Array, "P K page W"],
     rows: Num[Array, "B T K H"],

@@ -276,6 +276,20 @@ def test_the_gpu_kernel_lowers(name: str) -> None:
     assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+def test_the_gpu_kernel_reaches_every_page_or_says_so() -> None:
+    """Offsets of 32 bits are kept up to 2**32 bytes, and elements of one byte go past 2**31."""
+    shape = dataclasses.replace(NAMED["8b/int8/32x8192"], batch=1, context=64)
+    bytes_each = shape.kv_heads * shape.page_size * shape.head_dim
+
+    def trace(pages: int) -> None:
+        attend.trace(*shape.abstract("gpu", pages), causal=True, implementation="gpu")
+
+    trace(2**31 // bytes_each)
+    trace(2**32 // bytes_each + 1)
+    with pytest.raises(ValueError, match="takes int8 pools of at most"):
+        trace(2**31 // bytes_each + 1)
+
+
 def test_a_race_is_found() -> None:
     """The check that the kernel tests make can fail: this one reads before its copy has come."""
 
@@ -320,6 +334,7 @@ def test_the_front_door_names_what_does_not_fit() -> None:
         ({"q": q.astype(jnp.float16)}, "q float16, k float32, v float32 must be one of"),
         ({"k_pages": k_pages.astype(jnp.bfloat16)}, "pages bfloat16, float32 under a float32"),
         ({"k_scale": jnp.ones(2)}, "k_scale and v_scale are for int8 and float8 pages"),
+        ({"k_scale": jnp.ones(1)}, r"k_scale \(1,\) should be one of 2 kv heads"),
         ({"interpret": True}, "tiles and interpret are for implementations tpu and gpu"),
         ({"implementation": "fastest"}, "no implementation 'fastest'; accepted: auto, reference"),
         ({"implementation": "tpu"}, "rows are 8 wide and must be a multiple of 128"),

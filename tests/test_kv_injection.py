@@ -176,6 +176,7 @@ def test_the_front_door_names_what_does_not_fit() -> None:
         ({"features": ops["features"].astype(jnp.bfloat16)}, "features bfloat16, weights float32"),
         ({"inverse_frequencies": np.ones(5, np.float32)}, "5 frequencies turn more dims"),
         ({"k_scales": np.ones((2, 2), np.float32)}, "are for int8 and float8 pages"),
+        ({"v_scales": np.ones(2)}, r"v_scales \(2,\) should be \(2, 2\)"),
         ({"interpret": True}, "tiles and interpret are for implementations tpu and gpu"),
         ({"implementation": "tpu"}, "pages of 8 rows, 8 wide, must be multiples of 8 and 128"),
         ({"implementation": "fastest"}, "no implementation 'fastest'; accepted: auto, reference"),

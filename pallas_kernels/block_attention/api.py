@@ -61,6 +61,11 @@ def block_attention(
     Raises ValueError where shapes or dtypes disagree or the implementation does not take them.
     """
     _check(q, k, v, k_pages, v_pages, page_table, context_lengths, window, soft_cap)
+    for name, factors in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if factors is not None and factors.shape != k.shape[2:3]:
+            raise ValueError(
+                f"block_attention: {name} {factors.shape} should be one of {k.shape[2]} kv heads"
+            )
     attend = select("block_attention", implementation, IMPLEMENTATIONS, AUTO)
     if attend in KERNELS:
         if q.shape[-1] > MAX_HEAD_DIM:

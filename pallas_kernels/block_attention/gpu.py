@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.block_attention.masks import HIDDEN, first_visible
+from pallas_kernels.paging import check_triton_offsets
 
 
 class Tiles(NamedTuple):
@@ -47,7 +48,9 @@ def block_attention(
     tiles: Tiles | None = None,
     interpret=False,
 ):
-    """The contract of ``block_attention.api``."""
+    """The contract of ``block_attention.api``. Raises ValueError for pools that Triton's offsets do
+    not reach."""
+    check_triton_offsets("block_attention", k_pages)
     tiles = tiles or Tiles()
     batch, tokens, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]

@@ -58,6 +58,10 @@ def kv_injection(
             f"kv_injection: {inverse_frequencies.shape[0]} frequencies turn more dims than a "
             f"head's {k_norms.shape[1]}"
         )
+    per_head = (len(k_pages), k_pages[0].shape[1])
+    for name, factors in (("k_scales", k_scales), ("v_scales", v_scales)):
+        if factors is not None and factors.shape != per_head:
+            raise ValueError(f"kv_injection: {name} {factors.shape} should be {per_head}")
     inject = select("kv_injection", implementation, IMPLEMENTATIONS, AUTO)
     if inject in KERNELS:
         inject = partial(inject, tiles=tiles, interpret=interpret)
@@ -65,7 +69,7 @@ def kv_injection(
         raise ValueError("kv_injection: tiles and interpret are for implementations tpu and gpu")
     if k_pages[0].dtype == features.dtype and not k_scales is v_scales is None:
         raise ValueError("kv_injection: k_scales and v_scales are for int8 and float8 pages")
-    ones = jnp.ones((len(k_pages), k_pages[0].shape[1]), jnp.float32)
+    ones = jnp.ones(per_head, jnp.float32)
     return inject(
         features,
         weights,

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.narrow import to_page_dtype
+from pallas_kernels.paging import check_triton_offsets
 
 
 class Tiles(NamedTuple):
@@ -25,7 +26,9 @@ def kv_injection(
     features, weights, k_norms, k_pages, v_pages, page_table, start, count, k_scales, v_scales,
     *, inverse_frequencies, attention_factor, eps, tiles: Tiles | None = None, interpret=False,
 ):  # fmt: skip
-    """The contract of ``kv_injection.api``. Raises ValueError where ``depth`` does not divide D."""
+    """The contract of ``kv_injection.api``. Raises ValueError where ``depth`` does not divide D or
+    Triton's offsets do not reach all of a pool."""
+    check_triton_offsets("kv_injection", k_pages[0])
     tiles = tiles or Tiles()
     batch, tokens, dim = features.shape
     layers, kv_heads = len(k_pages), k_pages[0].shape[1]

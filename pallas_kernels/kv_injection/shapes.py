@@ -76,6 +76,7 @@ SHAPES = {
     "8b/long/64x16": Shape(64, 16, 5, 4096, 8, 128, pages=8192),
     "8b/1x1024": Shape(1, 1024, 5, 4096, 8, 128),
     "8b/fp8/32x16": Shape(32, 16, 5, 4096, 8, 128, page_size=32, page_dtype="float8_e4m3fn"),
+    "8b/int8/32x16": Shape(32, 16, 5, 4096, 8, 128, page_size=32, page_dtype="int8"),
     "smollm2/8x8": Shape(8, 8, 3, 576, 3, 64),
     "smollm2/float32/8x8": Shape(8, 8, 3, 576, 3, 64, dtype="float32"),
     "smollm2/1x256": Shape(1, 256, 3, 576, 3, 64),
