@@ -232,8 +232,9 @@ def test_narrow_pages(implementation: Implementation, dtype: str) -> None:
     narrow, stored = [], []
     for pool, scale in zip((k_pages, v_pages), scales, strict=True):
         scale = scale[None, :, None, None]
-        values = jnp.nan_to_num(pool / scale)  # an integer cannot be poisoned
-        values = jnp.round(values) if dtype == "int8" else values
+        values = pool / scale
+        if dtype == "int8":  # an integer cannot be poisoned
+            values = jnp.round(jnp.nan_to_num(values))
         narrow.append(values.astype(dtype))
         stored.append(narrow[-1].astype(jnp.float32) * scale)
     expected = attend(q, k, v, *stored, *rest, causal=True, implementation="reference")

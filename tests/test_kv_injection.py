@@ -58,7 +58,9 @@ def operands(
     }
 
 
-def oracle(ops: dict) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def oracle(
+    ops: dict, batch: int = BATCH, width: int = WIDTH
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     features = np.asarray(ops["features"], np.float64)
     k_pages = [np.array(p, np.float64) for p in ops["k_pages"]]
     v_pages = [np.array(p, np.float64) for p in ops["v_pages"]]
@@ -66,10 +68,10 @@ def oracle(ops: dict) -> tuple[list[np.ndarray], list[np.ndarray]]:
     for layer in range(LAYERS):
         k_weight, v_weight = np.asarray(ops["weights"][layer], np.float64)
         norm = np.asarray(ops["k_norms"][layer], np.float64)
-        for b in range(BATCH):
+        for b in range(batch):
             for t in range(ops["count"][b]):
                 position = int(ops["start"][b]) + t
-                if position >= page * WIDTH:
+                if position >= page * width:
                     continue
                 k = (features[b, t] @ k_weight).reshape(HEADS)
                 k = k / np.sqrt((k**2).mean(-1, keepdims=True) + EPS) * norm
@@ -114,6 +116,19 @@ def test_every_implementation_equals_numpy(tokens: int, spans, seed: int) -> Non
         # float32 sums of 16 products, then a norm: 1e-5 of values up to about 10.
         for ours, theirs in zip(jax.tree.leaves(got), (*expected[0], *expected[1]), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4, err_msg=implementation)
+
+
+@pytest.mark.parametrize("start", [0, 3, 7])
+def test_one_segment_of_many_pages(start: int) -> None:
+    """On a TPU a page takes its rows from the part of a segment where they are."""
+    ops = operands(3, platform="tpu", tokens=61, page=8)
+    ops["page_table"] = np.arange(1, 10, dtype=np.int32).reshape(1, 9)
+    ops["features"] = ops["features"][:1]
+    ops["start"], ops["count"] = np.array([start], np.int32), np.array([60], np.int32)
+    got = run("tpu", ops, tiles=tpu.Tiles(rows=64))
+    expected = oracle(ops, batch=1, width=9)
+    for ours, theirs in zip(jax.tree.leaves(got), (*expected[0], *expected[1]), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
 
 @by_name

@@ -49,10 +49,11 @@ def block_attention(
     own K/V are operands of their own and need not be in the pages, whose rows may be wider than H
     (``paging.row_width``) with zeros behind it.
 
-    Pages that hold no visible position are never looked at (they may hold NaN). ``scale``
-    defaults to H**-0.5; ``soft_cap`` c turns a score s into c tanh(s / c). Softmax in float32; the
-    result has q's dtype. Pages may be int8 or float8 under a bfloat16 or float32 q: a page's value
-    times its head's ``k_scale`` or ``v_scale`` (default 1) is what was stored.
+    A context length is at most the table's pages times their size: kernels read past a longer
+    row's table. Pages that hold no visible position are never looked at (they may hold NaN).
+    ``scale`` defaults to H**-0.5; ``soft_cap`` c turns a score s into c tanh(s / c). Softmax in
+    float32; the result has q's dtype. Pages may be int8 or float8 under a bfloat16 or float32 q: a
+    page's value times its head's ``k_scale`` or ``v_scale`` (default 1) is what was stored.
 
     ``implementation``: "auto" takes the chip's own; "reference" and "portable" run anywhere, "tpu"
     and "gpu" are kernels for these, and with ``interpret`` run (slowly) on a CPU. ``tiles``: a

@@ -119,10 +119,10 @@ def _kernel(
     q = triton.load(q_ref.at[row, query, query_head, dim], mask=real & in_head, other=0)
     length = lengths[row]
 
-    def attend(carry, keys, values, key_position, exists, k_factor, v_factor):
+    def attend(carry, keys, values, key_position, exists, factor):
         """One step of the online softmax; ``key_position`` [1, keys] from the block's start."""
         peak, total, out = carry
-        scores = dot(q, keys.astype(dtype), trans_b=True) * (scale * k_factor)
+        scores = dot(q, keys.astype(dtype), trans_b=True) * factor
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         distance = query - key_position
@@ -136,8 +136,8 @@ def _kernel(
         weights = jnp.exp(scores - new_peak)
         decay = jnp.exp(peak - new_peak)
         total = total * decay + weights.sum(-1, keepdims=True)
-        added = dot(weights.astype(dtype), values.astype(dtype)) * v_factor
-        return new_peak, total, out * decay + added
+        added = dot(weights.astype(dtype), values.astype(dtype))
+        return new_peak, total, out * decay + added  # which Triton makes one sum, in place
 
     def attend_block(step, carry):
         key = step * tiles.keys + iota(tiles.keys, 0)
@@ -145,10 +145,11 @@ def _kernel(
         keys = triton.load(k_ref.at[row, key, head, dim], mask=mask, other=0)
         values = triton.load(v_ref.at[row, key, head, dim], mask=mask, other=0)
         position = step * tiles.keys + iota(tiles.keys, 1)
-        return attend(carry, keys, values, position, position < tokens, 1.0, 1.0)
+        return attend(carry, keys, values, position, position < tokens, scale)
 
     # Triton turns no integer into a float8.
     nothing = 0 if jnp.issubdtype(k_pages.dtype, jnp.integer) else 0.0
+    page_factor = scale * k_scale[head]
     first_seen = first_visible(length + tile * tile_tokens, window)
 
     def attend_context(step, carry):
@@ -160,9 +161,7 @@ def _kernel(
         keys = triton.load(k_pages.at[place], mask=seen & in_head, other=nothing)
         values = triton.load(v_pages.at[place], mask=seen & in_head, other=nothing)
         position = step * tiles.keys + iota(tiles.keys, 1)
-        return attend(
-            carry, keys, values, position - length, position < length, k_scale[head], v_scale[head]
-        )
+        return attend(carry, keys, values, position - length, position < length, page_factor)
 
     carry = (
         jnp.full((rows, 1), HIDDEN, jnp.float32),
@@ -172,7 +171,9 @@ def _kernel(
     first, last = first_seen // tiles.keys, pl.cdiv(length, tiles.keys)
     per_split = pl.cdiv(jnp.maximum(last - first, 0), splits)
     begin = first + split * per_split
-    carry = lax.fori_loop(begin, jnp.minimum(begin + per_split, last), attend_context, carry)
+    end = jnp.minimum(begin + per_split, last)
+    peak, total, out = lax.fori_loop(begin, end, attend_context, carry)
+    carry = peak, total, out * v_scale[head]
 
     # The last share, often the shortest, takes the block's own keys.
     last_query = jnp.minimum((tile + 1) * tile_tokens, tokens) if causal else tokens

@@ -213,17 +213,21 @@ def _kernel(
     k_rows[head] = k.astype(k_rows.dtype)
     v_rows[head] = _dot(x, v_weight[0, 0]).astype(v_rows.dtype)
 
+    # A page's rows are among these many of a segment's, from a whole VMEM tile on.
+    near = min(length, pl.align_to(page_size, 16) + 16)
+
     def fill_page(segment, entry, place):
         """Put the new rows of one page among its old ones. A product with ones and zeros moves
         them: they lie at any offset, and vectors are shifted by whole tiles only."""
         index = tile * per_tile + segment
         shift, count = entry * page_size - starts[index], counts[index]
-        slot = lax.broadcasted_iota(jnp.int32, (page_size, length), 0) + shift
-        token = lax.broadcasted_iota(jnp.int32, (page_size, length), 1)
+        begin = jnp.clip(lax.div(jnp.maximum(shift, 0), 16) * 16, 0, length - near)
+        slot = lax.broadcasted_iota(jnp.int32, (page_size, near), 0) + shift
+        token = lax.broadcasted_iota(jnp.int32, (page_size, near), 1) + begin
         ours = (slot == token).astype(k_rows.dtype)
         slot = lax.broadcasted_iota(jnp.int32, (page_size, width), 0) + shift
         fresh = (slot >= 0) & (slot < count)
-        at = pl.ds(pl.multiple_of(segment * length, 16), length)
+        at = pl.ds(pl.multiple_of(segment * length + begin, 16), near)
 
         def of_head(head, _):
             for rows, buffer, scales in (
