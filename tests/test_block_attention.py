@@ -47,7 +47,7 @@ class Implementation:
 ANYWHERE = [Implementation("reference"), Implementation("portable")]
 KERNELS = [
     Implementation("tpu", tpu.Tiles(query_rows=32, context=32, keys=16)),
-    Implementation("gpu", gpu.Tiles(query_rows=32, keys=16, programs=20)),
+    Implementation("gpu", gpu.Tiles(query_rows=32, keys=16, programs=20, split_steps=2)),
 ]
 
 
@@ -291,7 +291,7 @@ def test_the_gpu_kernel_reaches_every_page_or_says_so() -> None:
         trace(2**31 // bytes_each + 1)
 
 
-def test_a_race_is_found() -> None:
+def test_a_race_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     """The check that the kernel tests make can fail: this one reads before its copy has come."""
 
     def racy(source, out, buffer, semaphore):
@@ -308,7 +308,7 @@ def test_a_race_is_found() -> None:
         scratch_shapes=[pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA],
         interpret=INTERPRET,
     )(x)
-    assert races_found()
+    assert races_found() and "RACE DETECTED" in capsys.readouterr().out
 
 
 def test_the_front_door_names_what_does_not_fit() -> None:
@@ -336,6 +336,7 @@ def test_the_front_door_names_what_does_not_fit() -> None:
         ({"k_pages": k_pages.astype(jnp.bfloat16)}, "pages bfloat16, float32 under a float32"),
         ({"k_scale": jnp.ones(2)}, "k_scale and v_scale are for int8 and float8 pages"),
         ({"k_scale": jnp.ones(1)}, r"k_scale \(1,\) should be one of 2 kv heads"),
+        ({"implementation": "tpu", "tiles": gpu.Tiles()}, "tiles must be a pallas_kernels.block"),
         ({"interpret": True}, "tiles and interpret are for implementations tpu and gpu"),
         ({"implementation": "fastest"}, "no implementation 'fastest'; accepted: auto, reference"),
         ({"implementation": "tpu"}, "rows are 8 wide and must be a multiple of 128"),
@@ -344,3 +345,16 @@ def test_the_front_door_names_what_does_not_fit() -> None:
     ]:
         with pytest.raises(ValueError, match=match):
             call(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong", "message"),
+    [
+        (gpu.Tiles, {"keys": 48}, "keys must be a power of two, got 48"),
+        (gpu.Tiles, {"stages": 0}, "stages must be at least 1, got 0"),
+        (tpu.Tiles, {"context": 100}, "context must be a multiple of 16, got 100"),
+    ],
+)
+def test_tiles_are_checked_where_they_are_made(make, wrong, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**wrong)

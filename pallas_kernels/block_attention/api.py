@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Num
 from pallas_kernels.block_attention import gpu, portable, reference, tpu
 from pallas_kernels.narrow import NARROW_DTYPES
 from pallas_kernels.platform import select
+from pallas_kernels.tiles import check_type
 
 IMPLEMENTATIONS = {
     "reference": reference.block_attention,
@@ -17,7 +18,7 @@ IMPLEMENTATIONS = {
     "gpu": gpu.block_attention,
 }
 AUTO = {"cpu": "portable", "gpu": "portable", "tpu": "tpu"}
-KERNELS = (tpu.block_attention, gpu.block_attention)
+KERNELS = {tpu.block_attention: tpu.Tiles, gpu.block_attention: gpu.Tiles}
 MAX_HEAD_DIM = 256
 QUERY_DTYPES = (jnp.bfloat16, jnp.float32)
 
@@ -55,9 +56,9 @@ def block_attention(
     float32; the result has q's dtype. Pages may be int8 or float8 under a bfloat16 or float32 q: a
     page's value times its head's ``k_scale`` or ``v_scale`` (default 1) is what was stored.
 
-    ``implementation``: "auto" takes the chip's own; "reference" and "portable" run anywhere, "tpu"
-    and "gpu" are kernels for these, and with ``interpret`` run (slowly) on a CPU. ``tiles``: a
-    kernel's sizes, by default the chip's.
+    ``implementation``: "auto" takes the kernel on a TPU and "portable" elsewhere; "reference" and
+    "portable" run anywhere, "tpu" and "gpu" are kernels for these, and with ``interpret`` run
+    (slowly) on a CPU. ``tiles``: the sizes of the kernel named, default its ``Tiles()``.
 
     Raises ValueError where shapes or dtypes disagree or the implementation does not take them.
     """
@@ -69,6 +70,7 @@ def block_attention(
             )
     attend = select("block_attention", implementation, IMPLEMENTATIONS, AUTO)
     if attend in KERNELS:
+        check_type("block_attention", tiles, KERNELS[attend])
         if q.shape[-1] > MAX_HEAD_DIM:
             raise ValueError(
                 f"block_attention: head_dim {q.shape[-1]} is over the kernels' {MAX_HEAD_DIM}; "

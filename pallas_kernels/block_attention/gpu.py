@@ -5,8 +5,8 @@ At small batch a context is split over several programs; each leaves its share w
 of its scores, and the shares are merged after.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,25 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.block_attention.masks import HIDDEN, first_visible
 from pallas_kernels.paging import check_triton_offsets
+from pallas_kernels.tiles import check_sizes
 
 
-class Tiles(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tiles:
     """``query_rows``: rows (tokens x heads of a group) of a query tile, at most; ``keys``: tokens
-    of context or block a step; ``programs``: how many the chip wants at once, below which a context
-    is split; ``warps`` and ``stages`` of a program."""
+    of context or block a step; ``programs``: how many the chip wants at once, up to which a context
+    is split, into shares of ``split_steps`` steps at least: a share is written in float32 and read
+    again; ``warps`` and ``stages`` of a program."""
 
     query_rows: int = 64
     keys: int = 64
     programs: int = 264
+    split_steps: int = 4
     warps: int = 4
     stages: int = 3
+
+    def __post_init__(self):
+        check_sizes(self, powers=("keys", "warps"), multiples_of_16=("keys",))
 
 
 def block_attention(
@@ -58,9 +65,8 @@ def block_attention(
     tile_tokens = max(1, min(tokens, tiles.query_rows // groups))
     num_tiles = pl.cdiv(tokens, tile_tokens)
     capacity = page_table.shape[1] * page_size
-    wanted = pl.cdiv(tiles.programs, batch * kv_heads * num_tiles)
-    # A share of less than two steps is not worth its merge.
-    splits = max(1, min(wanted, capacity // (2 * tiles.keys)))
+    wanted = tiles.programs // (batch * kv_heads * num_tiles)
+    splits = max(1, min(wanted, capacity // (tiles.split_steps * tiles.keys)))
     body = functools.partial(
         _kernel,
         tiles=tiles,

@@ -6,8 +6,8 @@ head's rows, so one copy feeds them all. The copies of a program's first chunk a
 program before it, so that short contexts do not wait for memory one after another.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_attention.masks import HIDDEN, first_visible
 from pallas_kernels.paging import LANES, sublanes
+from pallas_kernels.tiles import check_sizes
 
 
-class Tiles(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tiles:
     """``query_rows``: rows (tokens x heads of a group) of a query tile, about; ``context``: tokens
     of a context chunk, about (whole pages are taken); ``keys``: in-block keys a step; ``vmem``:
     bytes that the chunks, and the running sums of a query tile, may take, for which the first two
@@ -29,6 +31,9 @@ class Tiles(NamedTuple):
     context: int = 512
     keys: int = 256
     vmem: int = 8 * 2**20
+
+    def __post_init__(self):
+        check_sizes(self, multiples_of_16=("context", "keys"))
 
 
 def block_attention(

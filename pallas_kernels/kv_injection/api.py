@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Num
 from pallas_kernels.kv_injection import gpu, reference, tpu
 from pallas_kernels.narrow import NARROW_DTYPES
 from pallas_kernels.platform import select
+from pallas_kernels.tiles import check_type
 
 IMPLEMENTATIONS = {
     "reference": reference.kv_injection,
@@ -16,7 +17,7 @@ IMPLEMENTATIONS = {
     "gpu": gpu.kv_injection,
 }
 AUTO = {"cpu": "reference", "gpu": "reference", "tpu": "tpu"}
-KERNELS = (tpu.kv_injection, gpu.kv_injection)
+KERNELS = {tpu.kv_injection: tpu.Tiles, gpu.kv_injection: gpu.Tiles}
 FEATURE_DTYPES = (jnp.bfloat16, jnp.float32)
 
 
@@ -53,10 +54,10 @@ def kv_injection(
     Raises ValueError where shapes or dtypes disagree or the implementation does not take them.
     """
     _check(features, weights, k_norms, k_pages, v_pages, page_table, start, count)
-    if 2 * inverse_frequencies.shape[0] > k_norms.shape[1]:
+    if not 0 < 2 * inverse_frequencies.shape[0] <= k_norms.shape[1]:
         raise ValueError(
-            f"kv_injection: {inverse_frequencies.shape[0]} frequencies turn more dims than a "
-            f"head's {k_norms.shape[1]}"
+            f"kv_injection: {inverse_frequencies.shape[0]} frequencies must turn 2 dims each, and "
+            f"at most a head's {k_norms.shape[1]}"
         )
     per_head = (len(k_pages), k_pages[0].shape[1])
     for name, factors in (("k_scales", k_scales), ("v_scales", v_scales)):
@@ -64,6 +65,7 @@ def kv_injection(
             raise ValueError(f"kv_injection: {name} {factors.shape} should be {per_head}")
     inject = select("kv_injection", implementation, IMPLEMENTATIONS, AUTO)
     if inject in KERNELS:
+        check_type("kv_injection", tiles, KERNELS[inject])
         inject = partial(inject, tiles=tiles, interpret=interpret)
     elif interpret or tiles is not None:
         raise ValueError("kv_injection: tiles and interpret are for implementations tpu and gpu")

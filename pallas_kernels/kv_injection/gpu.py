@@ -1,8 +1,8 @@
 """KV injection for GPUs (Pallas, Triton lowering): a program makes one head's K, or V, of a layer
 for a tile of rows, from the projection to the stores into pages."""
 
+import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,15 +11,20 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.narrow import to_page_dtype
 from pallas_kernels.paging import check_triton_offsets
+from pallas_kernels.tiles import check_sizes
 
 
-class Tiles(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tiles:
     """``rows`` of features a program takes, at most, and ``depth``: how much of D a step."""
 
     rows: int = 64
     depth: int = 64
     warps: int = 4
     stages: int = 4
+
+    def __post_init__(self):
+        check_sizes(self, powers=("rows", "depth", "warps"), multiples_of_16=("rows", "depth"))
 
 
 def kv_injection(
@@ -33,10 +38,10 @@ def kv_injection(
     batch, tokens, dim = features.shape
     layers, kv_heads = len(k_pages), k_pages[0].shape[1]
     depth = min(tiles.depth, dim)
-    if dim % depth or depth & (depth - 1):
+    if dim % depth:
         raise ValueError(
-            f"kv_injection: implementation 'gpu' takes {depth} of D at a time, a power of two that "
-            f"must divide {dim}"
+            f"kv_injection: implementation 'gpu' takes {depth} of D at a time, which must divide "
+            f"{dim}"
         )
     rows = min(tiles.rows, max(16, pl.next_power_of_2(batch * tokens)))
     body = functools.partial(

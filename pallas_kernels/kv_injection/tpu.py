@@ -5,8 +5,8 @@ A page is written as a whole tile: read, filled with the new rows and written ba
 once. The reads of a layer run beside its matrix products.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,13 +15,18 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.narrow import to_page_dtype
 from pallas_kernels.paging import LANES, sublanes
+from pallas_kernels.tiles import check_sizes
 
 
-class Tiles(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tiles:
     """``rows`` of features a program takes, about: enough for the products to hide the weights'
     way from memory, which is gone once a tile."""
 
     rows: int = 512
+
+    def __post_init__(self):
+        check_sizes(self, multiples_of_16=("rows",))
 
 
 def kv_injection(
