@@ -16,7 +16,7 @@ from dflash_jax.config import TransformerConfig
 from dflash_jax.layers import Attend
 from dflash_jax.sampling import SamplingRows
 from dflash_jax.sharding import Sharding, partition
-from pallas_kernels import block_attention, row_width, write_rows
+from pallas_kernels import block_attention, kv_write, row_width
 
 POOL = partition("pages", "kv_heads", None, None)
 ROWS = partition("rows", None, "heads", None)  # q, k, v: [B, T, heads, H]
@@ -161,18 +161,19 @@ class WritingAttend:
         self._sharding = sharding
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
-        def write(pool, rows):
-            run = jax.shard_map(
-                write_rows,
-                mesh=self._sharding.mesh,
-                in_specs=(POOL, ROWS, TABLE, VECTOR, VECTOR),
-                out_specs=POOL,
-                check_vma=False,
-            )
-            rows = repeat_heads(rows, pool.shape[1])
-            return run(pool, rows, self._page_table, self._lengths, self._count)
-
-        self._k[layer], self._v[layer] = write(self._k[layer], k), write(self._v[layer], v)
+        write = jax.shard_map(
+            kv_write,
+            mesh=self._sharding.mesh,
+            in_specs=(POOL, POOL, ROWS, ROWS, TABLE, VECTOR, VECTOR),
+            out_specs=(POOL, POOL),
+            check_vma=False,
+        )
+        k_pool, v_pool = self._k[layer], self._v[layer]
+        heads = k_pool.shape[1]
+        own_k, own_v = repeat_heads(k, heads), repeat_heads(v, heads)
+        self._k[layer], self._v[layer] = write(
+            k_pool, v_pool, own_k, own_v, self._page_table, self._lengths, self._count
+        )
         attend = paged_attend(
             self.pools,
             self._page_table,

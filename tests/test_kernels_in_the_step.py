@@ -16,6 +16,8 @@ from pallas_kernels.block_attention import tpu as tpu_attention
 from pallas_kernels.kv_injection import api as injection
 from pallas_kernels.kv_injection import gpu as gpu_injection
 from pallas_kernels.kv_injection import tpu as tpu_injection
+from pallas_kernels.kv_write import api as write
+from pallas_kernels.kv_write import tpu as tpu_write
 
 CONFIG = EngineConfig(max_num_seqs=2, max_model_len=48, page_size=16, prefill_tokens=32)
 SHAPE = {"hidden_size": 32, "num_kv_heads": 2}
@@ -49,10 +51,17 @@ def test_the_same_tokens(platform: str, mesh: tuple[int, int], monkeypatch, caps
     """One interpreted TPU is enough: its shards are the GPU's."""
     expected = outputs((1, 1))
     if platform == "tpu":
-        kernels = tpu_attention.block_attention, tpu_injection.kv_injection
+        kernels = {
+            (attention, "portable"): tpu_attention.block_attention,
+            (injection, "reference"): tpu_injection.kv_injection,
+            (write, "reference"): tpu_write.kv_write,
+        }
         monkeypatch.setattr("dflash_jax.cache.row_width", lambda dim, _: row_width(dim, "tpu"))
     else:
-        kernels = gpu_attention.block_attention, gpu_injection.kv_injection
+        kernels = {
+            (attention, "portable"): gpu_attention.block_attention,
+            (injection, "reference"): gpu_injection.kv_injection,
+        }
     called = []
 
     def run_interpreted(kernel, *operands, **options):
@@ -60,13 +69,10 @@ def test_the_same_tokens(platform: str, mesh: tuple[int, int], monkeypatch, caps
         interpret = INTERPRET if platform == "tpu" else True
         return kernel(*operands, **options, interpret=interpret)
 
-    for door, replaced, kernel in [
-        (attention, "portable", kernels[0]),
-        (injection, "reference", kernels[1]),
-    ]:
+    for (door, replaced), kernel in kernels.items():
         monkeypatch.setitem(door.IMPLEMENTATIONS, replaced, partial(run_interpreted, kernel))
     got, tally = outputs(mesh), Tally()
-    assert set(called) == set(kernels)
+    assert set(called) == set(kernels.values())
     assert "RACE DETECTED" not in capsys.readouterr().out  # of all kernels, not the last alone
     for request in REQUESTS:
         arguments = (request.prompt_ids, request.sampling)

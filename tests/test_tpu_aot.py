@@ -32,8 +32,9 @@ pytestmark = [
     [("v5e:2x2", 2, 2), ("v5p:2x2x1", 1, 4), ("v6e:2x2", 4, 1), ("tpu7x:2x2x1", 2, 2)],
 )
 def test_everything_compiles_and_moves_no_pool(topology: str, data: int, model: int) -> None:
-    """Every shape of every kernel; and the steps, with an attention a layer and one injection.
-    Donated pools are updated in place, none is copied and no collective touches one."""
+    """Every shape of every kernel; and the steps, with an attention and a write a layer of the
+    target, an attention a layer of the draft and one injection. Donated pools are updated in
+    place, none is copied and no collective touches one."""
     command = [sys.executable, str(TESTS / "tpu_aot.py"), topology, str(data), str(model)]
     environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(TESTS.parent)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -41,7 +42,7 @@ def test_everything_compiles_and_moves_no_pool(topology: str, data: int, model: 
     report = json.loads(result.stdout.splitlines()[-1])
     page = 16 * 128 * 2  # bytes of a head's
     pool = PAGES * page * (2 if model == 1 else 1)  # a chip
-    calls = {"prefill": 3 + 1, "plain": 3 + 1, "speculative": 3 + 2 + 1}
+    calls = {"prefill": 3 + 3 + 1, "plain": 3 + 3 + 1, "speculative": 3 + 3 + 2 + 1}
     for name, step in report["steps"].items():
         assert step["kernels"] == calls[name], name
         assert step["aliased"] >= 5 * 2 * pool, name

@@ -20,7 +20,7 @@ from dflash_jax.plain import plain_step
 from dflash_jax.sampling import SamplingRows
 from dflash_jax.sharding import Sharding, make_mesh, partition
 from dflash_jax.speculative import prefill_step, speculative_step
-from pallas_kernels import block_attention, kv_injection
+from pallas_kernels import block_attention, kv_injection, kv_write
 from pallas_kernels.block_attention.shapes import SHAPES as ATTENTION
 from pallas_kernels.kv_injection.shapes import SHAPES as INJECTIONS
 
@@ -140,7 +140,10 @@ def compile_kernels(sharding: Sharding) -> dict[str, int]:
             continue
         seen.add(alike)
         masks = {"causal": shape.causal, "window": shape.window, "soft_cap": shape.soft_cap}
-        compile_one(name, partial(block_attention, **masks), shape.abstract("tpu", PAGES))
+        operands = _, k, v, k_pool, v_pool, table, lengths = shape.abstract("tpu", PAGES)
+        compile_one(name, partial(block_attention, **masks), operands)
+        rows = (k_pool, v_pool, k, v, table, lengths, lengths)
+        compile_one(f"write/{name}", kv_write, rows, donated=(0, 1))
     for name, shape in INJECTIONS.items():
         turns = {"inverse_frequencies": jnp.ones(shape.frequencies), "attention_factor": 1.0}
         op = partial(kv_injection, **turns, eps=1e-6)
