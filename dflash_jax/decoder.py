@@ -19,6 +19,7 @@ from dflash_jax.cache import (
     allocate,
     kv_heads,
     paged_attend,
+    repeat_heads,
 )
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.draft import Draft
@@ -89,8 +90,9 @@ class Pair:
         return PairParams(self.target.init(seed, self.sharding), draft)
 
     def prepared(self, params: PairParams) -> PairParams:
-        """``params`` with what steps would otherwise make of them every time."""
-        if self.draft is None:
+        """``params`` with what steps would otherwise make of them every time, unless they have
+        it."""
+        if self.draft is None or params.injection is not None:
             return params
         stack = jax.jit(partial(injection_weights, self))
         return dataclasses.replace(params, injection=stack(params.draft))
@@ -216,8 +218,6 @@ def injection_weights(pair: Pair, draft: Params) -> InjectionWeights:
         [jnp.stack([a.k_proj.kernel[...], a.v_proj.kernel[...]]) for a in attentions]
     )
     per_head = weights.reshape(*weights.shape[:3], config.num_kv_heads, config.head_dim)
-    repeats = heads // config.num_kv_heads
-    repeated = per_head if repeats == 1 else jnp.repeat(per_head, repeats, axis=3)
-    flat = repeated.reshape(*weights.shape[:3], heads * config.head_dim)
+    flat = repeat_heads(per_head, heads).reshape(*weights.shape[:3], heads * config.head_dim)
     norms = jnp.stack([a.k_norm.weight[...] for a in attentions])
     return InjectionWeights(pair.sharding.constrain(flat, *INJECTION), norms)

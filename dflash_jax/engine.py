@@ -72,7 +72,7 @@ class Engine:
 
     def __init__(self, pair: Pair, params: PairParams, config: EngineConfig = EngineConfig()):
         """Raises ValueError naming an impossible setting."""
-        self.pair, self.params = pair, pair.prepared(params)
+        self.pair = pair
         target = pair.target_config
         limit = target.max_position_embeddings
         self.max_model_len = limit if config.max_model_len is None else config.max_model_len
@@ -106,6 +106,7 @@ class Engine:
         )
         self.config = config
         self.stats = EngineStats()
+        self.params = pair.prepared(params)
         self.state = pair.new_state(slots=slots, pages=pages, page_size=config.page_size)
         self._tables = np.zeros((slots + 1, self.scheduler.max_pages), np.int32)
         # The page list, and how much of it, that a slot's table row shows: rows change rarely, and

@@ -8,7 +8,7 @@ T query tokens, S context tokens, N query heads, K kv heads, G = N/K, H head dim
 from pallas_kernels.block_attention.api import block_attention
 from pallas_kernels.kv_injection.api import kv_injection
 from pallas_kernels.kv_write.api import kv_write
-from pallas_kernels.paging import row_width, write_rows
+from pallas_kernels.paging import row_width
 from pallas_kernels.rope import apply_rope
 
-__all__ = ["apply_rope", "block_attention", "kv_injection", "kv_write", "row_width", "write_rows"]
+__all__ = ["apply_rope", "block_attention", "kv_injection", "kv_write", "row_width"]

@@ -28,6 +28,15 @@ def row_width(head_dim: int, platform: str) -> int:
     return -(-head_dim // LANES) * LANES if platform == "tpu" else head_dim
 
 
+def check_rows(
+    op: str, batch: int, page_table: Int[Array, "B pages"], **vectors: Int[Array, "B"]
+) -> None:
+    """Raises ValueError for a page table, or for what else a row has one of, of another batch."""
+    if page_table.shape[:1] != (batch,) or any(x.shape != (batch,) for x in vectors.values()):
+        shapes = [f"{name} {x.shape}" for name, x in {"page_table": page_table, **vectors}.items()]
+        raise ValueError(f"{op}: {', '.join(shapes[:-1])} and {shapes[-1]} must have {batch} rows")
+
+
 def check_triton_offsets(op: str, pool: Num[Array, "P K page W"]) -> None:
     """Raise ValueError for a pool whose elements Pallas's Triton lowering cannot count: it goes to
     64-bit offsets past 2**32 bytes, and offsets are signed elements."""

@@ -4,6 +4,7 @@ An explicit choice never falls back to another one, and a chip's own choice is o
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +30,13 @@ def select(
     implementation: str,
     implementations: Mapping[str, Callable[..., Any]],
     auto: Mapping[str, str],
+    kernels: Mapping[str, type],
+    *,
+    tiles: Any,
+    interpret: Any,
 ) -> Callable[..., Any]:
     """The named implementation of ``op``; for ``auto`` the one that ``auto`` has for the platform.
+    Those of ``kernels`` get ``tiles``, of the class that it has for them, and ``interpret``.
 
     Raises ValueError naming the op, the request and what is accepted.
     """
@@ -38,4 +44,13 @@ def select(
     if name not in implementations:
         accepted = ", ".join(["auto", *implementations])
         raise ValueError(f"{op}: no implementation {implementation!r}; accepted: {accepted}")
-    return implementations[name]
+    run = implementations[name]
+    if name in kernels:
+        if tiles is not None and not isinstance(tiles, kernels[name]):
+            expected = f"{kernels[name].__module__}.{kernels[name].__name__}"
+            raise ValueError(f"{op}: tiles must be a {expected}, got {tiles!r}")
+        return partial(run, tiles=tiles, interpret=interpret)
+    if interpret or tiles is not None:
+        owners = f"implementation{'s' if len(kernels) > 1 else ''} {' and '.join(kernels)}"
+        raise ValueError(f"{op}: tiles and interpret are for {owners}")
+    return run

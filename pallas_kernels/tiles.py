@@ -18,11 +18,3 @@ def check_sizes(
     for name in multiples_of_16:
         if (value := getattr(tiles, name)) % 16:
             raise ValueError(f"tiles: {name} must be a multiple of 16, got {value}")
-
-
-def check_type(op: str, tiles: Any, expected: type) -> None:
-    """Raises ValueError for the tiles of another implementation."""
-    if tiles is not None and not isinstance(tiles, expected):
-        raise ValueError(
-            f"{op}: tiles must be a {expected.__module__}.{expected.__name__}, got {tiles!r}"
-        )

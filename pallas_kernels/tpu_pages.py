@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.narrow import to_page_dtype
 from pallas_kernels.paging import LANES, sublanes
+from pallas_kernels.product import product
 
 
 def check_pages(op: str, pool: jax.Array) -> None:
@@ -63,9 +64,12 @@ class Segments:
     def pages(self) -> int:
         return (self.length + self.page_size - 2) // self.page_size + 1
 
-    def arrange(self, x: jax.Array) -> jax.Array:
-        """[B, T, ...] -> [segments, length, ...], zeros where there is no row."""
+    def arrange(self, x: jax.Array, count: jax.Array) -> jax.Array:
+        """[B, T, ...] -> [segments, length, ...], zeros in place of all but a row's first
+        ``count``: those meet the rows that are written in a product, and must be finite."""
         rest = x.shape[2:]
+        live = jnp.arange(self.tokens, dtype=jnp.int32)[None, :] < count[:, None]
+        x = jnp.where(live.reshape(*live.shape, *(1 for _ in rest)), x, 0)
         padding = [(0, self.rows - self.batch), (0, self.pieces * self.length - self.tokens)]
         x = jnp.pad(x, padding + [(0, 0)] * len(rest))
         x = x.reshape(self.rows, self.pieces, self.length, *rest).swapaxes(0, 1)
@@ -188,15 +192,3 @@ class PageWriter:
             here, there = buffer.at[place], pool.at[page]
             source, target = (here, there) if out else (there, here)
             yield pltpu.make_async_copy(source, target, self.semaphores.at[which])
-
-
-def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """[m, n] x [n, o] on the matrix unit, summed in float32; float32 operands in full."""
-    exact = a.dtype == jnp.float32
-    return lax.dot_general(
-        a,
-        b,
-        (((1,), (0,)), ((), ())),
-        precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pallas_kernels import write_rows
+from pallas_kernels.paging import write_rows
 
 BATCH, TOKENS, HEADS = 3, 5, (2, 4)
 write = jax.jit(write_rows)

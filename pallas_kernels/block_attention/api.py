@@ -1,15 +1,13 @@
 """Attention of a T-token block over its paged context and its own in-block K/V."""
 
-from functools import partial
-
 import jax.numpy as jnp
 from jax.experimental.pallas.tpu import InterpretParams
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.block_attention import gpu, portable, reference, tpu
 from pallas_kernels.narrow import NARROW_DTYPES
+from pallas_kernels.paging import check_rows
 from pallas_kernels.platform import select
-from pallas_kernels.tiles import check_type
 
 IMPLEMENTATIONS = {
     "reference": reference.block_attention,
@@ -18,8 +16,7 @@ IMPLEMENTATIONS = {
     "gpu": gpu.block_attention,
 }
 AUTO = {"cpu": "portable", "gpu": "portable", "tpu": "tpu"}
-KERNELS = {tpu.block_attention: tpu.Tiles, gpu.block_attention: gpu.Tiles}
-MAX_HEAD_DIM = 256
+KERNELS = {"tpu": tpu.Tiles, "gpu": gpu.Tiles}
 QUERY_DTYPES = (jnp.bfloat16, jnp.float32)
 
 
@@ -68,17 +65,10 @@ def block_attention(
             raise ValueError(
                 f"block_attention: {name} {factors.shape} should be one of {k.shape[2]} kv heads"
             )
-    attend = select("block_attention", implementation, IMPLEMENTATIONS, AUTO)
-    if attend in KERNELS:
-        check_type("block_attention", tiles, KERNELS[attend])
-        if q.shape[-1] > MAX_HEAD_DIM:
-            raise ValueError(
-                f"block_attention: head_dim {q.shape[-1]} is over the kernels' {MAX_HEAD_DIM}; "
-                "implementation 'portable' takes any"
-            )
-        attend = partial(attend, tiles=tiles, interpret=interpret)
-    elif interpret or tiles is not None:
-        raise ValueError("block_attention: tiles and interpret are for implementations tpu and gpu")
+    attend = select(
+        "block_attention", implementation, IMPLEMENTATIONS, AUTO, KERNELS,
+        tiles=tiles, interpret=interpret,
+    )  # fmt: skip
     if k_pages.dtype == q.dtype and not k_scale is v_scale is None:
         raise ValueError("block_attention: k_scale and v_scale are for int8 and float8 pages")
     ones = jnp.ones(k.shape[2], jnp.float32)
@@ -111,11 +101,7 @@ def _check(q, k, v, k_pages, v_pages, page_table, context_lengths, window, soft_
         raise ValueError(
             f"block_attention: pages {k_pages.shape}, {v_pages.shape} do not fit k {k.shape}"
         )
-    if page_table.shape[:1] != (batch,) or context_lengths.shape != (batch,):
-        raise ValueError(
-            f"block_attention: page_table {page_table.shape} and context_lengths "
-            f"{context_lengths.shape} must have {batch} rows"
-        )
+    check_rows("block_attention", batch, page_table, context_lengths=context_lengths)
     if q.dtype not in QUERY_DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"block_attention: q {q.dtype}, k {k.dtype}, v {v.dtype} must be one of bfloat16 and "

@@ -14,8 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.block_attention.masks import HIDDEN, first_visible
+from pallas_kernels.block_attention.masks import HIDDEN, check_head_dim, first_visible
 from pallas_kernels.paging import check_triton_offsets
+from pallas_kernels.product import product
 from pallas_kernels.tiles import check_sizes
 
 
@@ -56,8 +57,9 @@ def block_attention(
     interpret=False,
 ):
     """The contract of ``block_attention.api``. Raises ValueError for pools that Triton's offsets do
-    not reach."""
+    not reach and for heads past the kernels'."""
     check_triton_offsets("block_attention", k_pages)
+    check_head_dim(q.shape[-1])
     tiles = tiles or Tiles()
     batch, tokens, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
@@ -106,11 +108,6 @@ def _kernel(
     rows = max(16, pl.next_power_of_2(tile_tokens * groups))
     dims = max(16, pl.next_power_of_2(head_dim))
     dtype = q_ref.dtype
-    # float32 operands in full, whatever the ambient precision is.
-    dot = functools.partial(
-        triton.dot,
-        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT,
-    )
 
     def iota(size, axis):
         shape = (size, 1) if axis == 0 else (1, size)
@@ -128,7 +125,7 @@ def _kernel(
     def attend(carry, keys, values, key_position, exists, factor):
         """One step of the online softmax; ``key_position`` [1, keys] from the block's start."""
         peak, total, out = carry
-        scores = dot(q, keys.astype(dtype), trans_b=True) * factor
+        scores = product(q, keys.astype(dtype), transposed=True) * factor
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         distance = query - key_position
@@ -142,7 +139,7 @@ def _kernel(
         weights = jnp.exp(scores - new_peak)
         decay = jnp.exp(peak - new_peak)
         total = total * decay + weights.sum(-1, keepdims=True)
-        added = dot(weights.astype(dtype), values.astype(dtype))
+        added = product(weights.astype(dtype), values.astype(dtype))
         return new_peak, total, out * decay + added  # which Triton makes one sum, in place
 
     def attend_block(step, carry):

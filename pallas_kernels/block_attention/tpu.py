@@ -15,8 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.block_attention.masks import HIDDEN, first_visible
+from pallas_kernels.block_attention.masks import HIDDEN, check_head_dim, first_visible
 from pallas_kernels.paging import LANES, sublanes
+from pallas_kernels.product import product
 from pallas_kernels.tiles import check_sizes
 
 
@@ -55,11 +56,12 @@ def block_attention(
     interpret=False,
 ):
     """The contract of ``block_attention.api``. Raises ValueError for pages that are no whole VMEM
-    tiles."""
+    tiles and for heads past the kernels'."""
     tiles = tiles or Tiles()
     interpret = pltpu.InterpretParams() if interpret is True else interpret
     batch, tokens, heads, head_dim = q.shape
     kv_heads, page_size, width = k_pages.shape[1:]
+    check_head_dim(head_dim)
     if width % LANES:
         raise ValueError(
             f"block_attention: implementation 'tpu' copies whole vectors: the pages' rows are "
@@ -213,7 +215,8 @@ def _kernel(
     def attend(head, keys, values, key_position, exists, k_factor, v_factor):
         """One step of the online softmax. ``key_position`` [1, keys] from the block's start;
         ``exists`` [1, keys]. Values that no query sees must be finite."""
-        scores = _dot(q_ref[0, 0, head], _to(keys, q_ref.dtype), 1) * (scale * k_factor)
+        scores = product(q_ref[0, 0, head], _to(keys, q_ref.dtype), transposed=True)
+        scores *= scale * k_factor
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         distance = query - key_position
@@ -230,7 +233,7 @@ def _kernel(
         total = total_ref[head, :, :1] * decay + weights.sum(-1, keepdims=True)
         peak_ref[head] = jnp.broadcast_to(peak, (rows, LANES))
         total_ref[head] = jnp.broadcast_to(total, (rows, LANES))
-        added = _dot(weights.astype(q_ref.dtype), _to(values, q_ref.dtype), 0)
+        added = product(weights.astype(q_ref.dtype), _to(values, q_ref.dtype))
         out_acc[head] = out_acc[head] * decay + added * v_factor
 
     def for_each_head(step):
@@ -317,18 +320,6 @@ def _kernel(
 
     first_slot[0] = lax.rem(slot0 + last - first, 2)
     out_ref[0, 0] = (out_acc[...] / total_ref[:, :, :1]).astype(out_ref.dtype)
-
-
-def _dot(a, b, contract_b: int):
-    """[m, n] x [n, o], or x [o, n] where ``contract_b`` is 1, summed in float32."""
-    exact = a.dtype == jnp.float32
-    return lax.dot_general(
-        a,
-        b,
-        (((1,), (contract_b,)), ((), ())),
-        precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )
 
 
 def _to(x, dtype):

@@ -1,15 +1,13 @@
 """Injection of context features into the draft's KV pages, all draft layers at once."""
 
-from functools import partial
-
 import jax.numpy as jnp
 from jax.experimental.pallas.tpu import InterpretParams
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.kv_injection import gpu, reference, tpu
 from pallas_kernels.narrow import NARROW_DTYPES
+from pallas_kernels.paging import check_rows
 from pallas_kernels.platform import select
-from pallas_kernels.tiles import check_type
 
 IMPLEMENTATIONS = {
     "reference": reference.kv_injection,
@@ -17,7 +15,7 @@ IMPLEMENTATIONS = {
     "gpu": gpu.kv_injection,
 }
 AUTO = {"cpu": "reference", "gpu": "reference", "tpu": "tpu"}
-KERNELS = {tpu.kv_injection: tpu.Tiles, gpu.kv_injection: gpu.Tiles}
+KERNELS = {"tpu": tpu.Tiles, "gpu": gpu.Tiles}
 FEATURE_DTYPES = (jnp.bfloat16, jnp.float32)
 
 
@@ -63,12 +61,10 @@ def kv_injection(
     for name, factors in (("k_scales", k_scales), ("v_scales", v_scales)):
         if factors is not None and factors.shape != per_head:
             raise ValueError(f"kv_injection: {name} {factors.shape} should be {per_head}")
-    inject = select("kv_injection", implementation, IMPLEMENTATIONS, AUTO)
-    if inject in KERNELS:
-        check_type("kv_injection", tiles, KERNELS[inject])
-        inject = partial(inject, tiles=tiles, interpret=interpret)
-    elif interpret or tiles is not None:
-        raise ValueError("kv_injection: tiles and interpret are for implementations tpu and gpu")
+    inject = select(
+        "kv_injection", implementation, IMPLEMENTATIONS, AUTO, KERNELS,
+        tiles=tiles, interpret=interpret,
+    )  # fmt: skip
     if k_pages[0].dtype == features.dtype and not k_scales is v_scales is None:
         raise ValueError("kv_injection: k_scales and v_scales are for int8 and float8 pages")
     ones = jnp.ones(per_head, jnp.float32)
@@ -101,11 +97,7 @@ def _check(features, weights, k_norms, k_pages, v_pages, page_table, start, coun
         raise ValueError(f"kv_injection: weights {weights.shape} should be {expected}")
     if pool.shape[3] < head_dim:
         raise ValueError(f"kv_injection: pages {pool.shape} are narrower than a head's {head_dim}")
-    if page_table.shape[:1] != (batch,) or not start.shape == count.shape == (batch,):
-        raise ValueError(
-            f"kv_injection: page_table {page_table.shape}, start {start.shape} and count "
-            f"{count.shape} must have {batch} rows"
-        )
+    check_rows("kv_injection", batch, page_table, start=start, count=count)
     dtype = features.dtype
     if dtype not in FEATURE_DTYPES or not dtype == weights.dtype == k_norms.dtype:
         raise ValueError(

@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.narrow import to_page_dtype
 from pallas_kernels.paging import check_triton_offsets
+from pallas_kernels.product import product
 from pallas_kernels.tiles import check_sizes
 
 
@@ -77,7 +78,6 @@ def _kernel(
     tokens, dim = features.shape[1:]
     _, kv_heads, page_size, _ = pools[0].shape
     head_dim, half = k_norms.shape[1], frequencies.shape[0]
-    dtype = features.dtype
     which, head = lax.div(pl.program_id(1), kv_heads), lax.rem(pl.program_id(1), kv_heads)
     layer, is_value = lax.div(which, 2), lax.rem(which, 2)
 
@@ -95,10 +95,6 @@ def _kernel(
         if size:
             column = iota(max(16, pl.next_power_of_2(size)), 1)
             parts.append((begin + column, column < size))
-    dot = functools.partial(
-        triton.dot,
-        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT,
-    )
 
     def step(at, sums):
         deep = at * depth
@@ -108,7 +104,7 @@ def _kernel(
         for total, (column, exists) in zip(sums, parts, strict=True):
             place = layer, is_value, deep + iota(depth, 0), head * head_dim + column
             w = triton.load(weights.at[place], mask=exists, other=0)
-            added.append(total + dot(x, w))
+            added.append(total + product(x, w))
         return tuple(added)
 
     zeros = tuple(jnp.zeros((rows, column.shape[1]), jnp.float32) for column, _ in parts)

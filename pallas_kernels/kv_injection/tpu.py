@@ -10,8 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.product import product
 from pallas_kernels.tiles import check_sizes
-from pallas_kernels.tpu_pages import PageWriter, Segments, check_pages, product
+from pallas_kernels.tpu_pages import PageWriter, Segments, check_pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +40,7 @@ def kv_injection(
     _, kv_heads, page_size, width = k_pages[0].shape
     head_dim = k_norms.shape[1]
     segments = Segments.of(batch, tokens, tiles.rows, page_size, page_table.shape[1])
-    # What is not written must be finite all the same: it meets the rows that are in a product.
-    live = jnp.arange(tokens, dtype=jnp.int32)[None, :] < count[:, None]
-    rows = segments.arrange(jnp.where(live[:, :, None], features, 0)).reshape(-1, dim)
+    rows = segments.arrange(features, count).reshape(-1, dim)
     spans = segments.spans(page_table, start, count)
 
     # RoPE as x cos + (x shifted left) sin_left + (x shifted right) sin_right, over whole vectors.

@@ -1,16 +1,15 @@
 """Writing a block's own K and V into their pages."""
 
-from functools import partial
-
 from jax.experimental.pallas.tpu import InterpretParams
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.kv_write import reference, tpu
+from pallas_kernels.paging import check_rows
 from pallas_kernels.platform import select
-from pallas_kernels.tiles import check_type
 
 IMPLEMENTATIONS = {"reference": reference.kv_write, "tpu": tpu.kv_write}
 AUTO = {"cpu": "reference", "gpu": "reference", "tpu": "tpu"}
+KERNELS = {"tpu": tpu.Tiles}
 
 
 def kv_write(
@@ -42,15 +41,8 @@ def kv_write(
             f"kv_write: k {k.shape} and v {v.shape} do not fit pages {k_pages.shape} of "
             f"{k_pages.dtype} and {v_pages.shape} of {v_pages.dtype}"
         )
-    if page_table.shape[:1] != (batch,) or not start.shape == count.shape == (batch,):
-        raise ValueError(
-            f"kv_write: page_table {page_table.shape}, start {start.shape} and count "
-            f"{count.shape} must have {batch} rows"
-        )
-    write = select("kv_write", implementation, IMPLEMENTATIONS, AUTO)
-    if write is tpu.kv_write:
-        check_type("kv_write", tiles, tpu.Tiles)
-        write = partial(write, tiles=tiles, interpret=interpret)
-    elif interpret or tiles is not None:
-        raise ValueError("kv_write: tiles and interpret are for implementation tpu")
+    check_rows("kv_write", batch, page_table, start=start, count=count)
+    write = select(
+        "kv_write", implementation, IMPLEMENTATIONS, AUTO, KERNELS, tiles=tiles, interpret=interpret
+    )
     return write(k_pages, v_pages, k, v, page_table, start, count)

@@ -31,12 +31,10 @@ def kv_write(
     batch, tokens, kv_heads, head_dim = k.shape
     page_size, width = k_pages.shape[2:]
     segments = Segments.of(batch, tokens, tiles.rows, page_size, page_table.shape[1])
-    live = jnp.arange(tokens, dtype=jnp.int32)[None, :] < count[:, None]
 
     def arrange(rows):
-        rows = jnp.where(live[:, :, None, None], rows, 0)
         rows = jnp.pad(rows, [(0, 0)] * 3 + [(0, width - head_dim)])
-        return segments.arrange(rows).swapaxes(1, 2)
+        return segments.arrange(rows, count).swapaxes(1, 2)
 
     block = (segments.per_tile, kv_heads, segments.length, width)
     new_rows = pl.BlockSpec(block, lambda tile, *_: (tile, 0, 0, 0))
