@@ -9,6 +9,7 @@ page tables and weights of their own, so that no call finds its data in a cache.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import itertools
 import json
@@ -34,14 +35,15 @@ from pallas_kernels.kv_injection import shapes as injection_shapes
 from pallas_kernels.kv_injection import tpu as injection_tpu
 from pallas_kernels.platform import chip
 
-CALLS = 8  # of an op in one program
+CALLS = 16  # of an op in one program
 PROGRAMS = 5  # in flight at once, so that the host's part is hidden
+COMPILERS = 16  # threads
 
 TILES: dict[tuple[str, str], list[Any]] = {
     ("block_attention", "gpu"): [
-        attention_gpu.Tiles(rows, keys, programs, steps, warps, stages)
-        for rows, keys, programs, steps, warps, stages in itertools.product(
-            (64, 128), (32, 64, 128), (132, 264, 528), (2, 8), (2, 4, 8), (2, 3, 4)
+        attention_gpu.Tiles(rows, keys, programs, 4, warps, stages)
+        for rows, keys, programs, warps, stages in itertools.product(
+            (64, 128), (32, 64, 128), (132, 264), (4, 8), (2, 3, 4, 5)
         )
     ],
     ("block_attention", "tpu"): [
@@ -51,7 +53,7 @@ TILES: dict[tuple[str, str], list[Any]] = {
     ("kv_injection", "gpu"): [
         injection_gpu.Tiles(rows, depth, warps, stages)
         for rows, depth, warps, stages in itertools.product(
-            (16, 32, 64, 128), (32, 64, 128), (4, 8), (3, 4, 6)
+            (16, 32, 64, 128, 256), (32, 64, 128), (4, 8), (3, 4, 5)
         )
     ],
     ("kv_injection", "tpu"): [injection_tpu.Tiles(rows) for rows in (128, 256, 512, 1024)],
@@ -128,6 +130,7 @@ class AttentionCase:
         self.implementations = ["reference", "portable"]
 
     def program(self, implementation: str, tiles=None) -> Callable[[], Any]:
+        """Compiled."""
         shape = self.shape
         options = {"causal": shape.causal, "window": shape.window, "soft_cap": shape.soft_cap}
         options |= {"implementation": implementation, "tiles": tiles}
@@ -139,11 +142,12 @@ class AttentionCase:
             return q
 
         operands = (self._q, self._k, self._v, *self._pools, self._tables, self._lengths)
-        return lambda: run(*operands)
+        return partial(run.lower(*operands).compile(), *operands)
 
-    def rivals(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Others' kernels where they do the same work: jax.experimental.pallas.ops for one token,
-        cuDNN (over dense K and V, which nobody has to gather) for a block that sees everything."""
+    def rivals(self) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
+        """Others' kernels where they do the same work, as programs to be made:
+        jax.experimental.pallas.ops for one token, cuDNN (over dense K and V, which nobody has to
+        gather) for a block that sees everything."""
         shape = self.shape
         if chip().platform != "gpu" or shape.page_dtype or shape.dtype != "bfloat16":
             return
@@ -158,7 +162,8 @@ class AttentionCase:
                     q = paged_attention(q, k_pages, v_pages, table, lengths)
                 return q
 
-            yield "pallas.ops", lambda: paged(self._q[:, 0], *pools, self._tables, self._lengths)
+            operands = (self._q[:, 0], *pools, self._tables, self._lengths)
+            yield "pallas.ops", lambda: partial(paged.lower(*operands).compile(), *operands)
         if not shape.causal and shape.window is None:
             rng = np.random.default_rng(1)
             rows = (shape.batch, shape.context + shape.tokens, shape.kv_heads, shape.head_dim)
@@ -174,7 +179,10 @@ class AttentionCase:
                     q = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
                 return q
 
-            yield "cudnn (dense)", lambda: dense(self._q, sets)
+            yield (
+                "cudnn (dense)",
+                lambda: partial(dense.lower(self._q, sets).compile(), self._q, sets),
+            )
 
 
 class InjectionCase:
@@ -209,16 +217,18 @@ class InjectionCase:
                 )  # fmt: skip
             return pools
 
+        operands = (
+            self._features, self._weights, self._norms, self._table, self._start, self._count,
+        )  # fmt: skip
+        compiled = run.lower(self._pools, *operands).compile()
+
         def once():
-            self._pools = run(
-                self._pools, self._features, self._weights, self._norms, self._table, self._start,
-                self._count,
-            )  # fmt: skip
+            self._pools = compiled(self._pools, *operands)
             return self._pools
 
         return once
 
-    def rivals(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def rivals(self) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
         """None: nobody has this op. The reference is XLA's own form of it, unfused."""
         yield from ()
 
@@ -246,15 +256,18 @@ def time_case(name: str, case: Case, ceilings: Ceilings, *, tune: bool) -> dict[
     kernel = (case.op, platform) in TILES
     if kernel:
         programs.append((platform, partial(case.program, platform)))
-    programs += [(rival, lambda run=run: run) for rival, run in case.rivals()]
+    programs += case.rivals()
     if tune and kernel:
         programs += [
             (str(tiles), partial(case.program, platform, tiles))
             for tiles in TILES[case.op, platform]
         ]
-    for label, make in programs:
+    # Side by side: compiling is most of a run's time.
+    with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
+        made = [(label, pool.submit(make)) for label, make in programs]
+    for label, program in made:
         try:
-            taken = seconds(make()) / CALLS
+            taken = seconds(program.result()) / CALLS
         except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
             print(f"{name:40} {label:14} refused: {str(error).splitlines()[0][:120]}", flush=True)
             result["us"][label] = None

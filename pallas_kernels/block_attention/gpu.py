@@ -180,8 +180,8 @@ def _kernel(
 
     # The last share, often the shortest, takes the block's own keys.
     last_query = jnp.minimum((tile + 1) * tile_tokens, tokens) if causal else tokens
-    begin = first_visible(tile * tile_tokens, window) // tiles.keys
-    end = jnp.where(split == splits - 1, pl.cdiv(last_query, tiles.keys), begin)
+    begin = jnp.int32(first_visible(tile * tile_tokens, window) // tiles.keys)
+    end = jnp.where(split == splits - 1, jnp.int32(pl.cdiv(last_query, tiles.keys)), begin)
     peak, total, out = lax.fori_loop(begin, end, attend_block, carry)
 
     # A share without keys has no sum; its log-weight is so low that it counts for nothing.

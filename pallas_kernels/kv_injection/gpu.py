@@ -118,32 +118,30 @@ def _kernel(
     page = triton.load(page_table.at[row, entry], mask=live, other=0)
     offset = lax.rem(position, page_size)
 
-    def store(pool, values, scale):
-        for value, (column, exists) in zip(values, parts, strict=True):
-            value = to_page_dtype(value / scale, pool.dtype)
-            triton.store(pool.at[page, head, offset, column], value, mask=live & exists)
-
-    def rotated_keys():
-        squares = sum(jnp.square(s).sum(-1, keepdims=True) for s in sums)
-        scale = lax.rsqrt(squares / head_dim + eps)
-        keys = []
-        for s, (column, exists) in zip(sums, parts, strict=True):
-            norm = triton.load(k_norms.at[layer, column], mask=exists, other=0)
-            keys.append(s * scale * norm.astype(jnp.float32))
-        column, exists = parts[0]
-        turn = triton.load(frequencies.at[column], mask=exists, other=0)
-        angle = position.astype(jnp.float32) * turn
-        cos, sin = jnp.cos(angle) * attention_factor, jnp.sin(angle) * attention_factor
-        a, b, *rest = keys
-        return [a * cos - b * sin, b * cos + a * sin, *rest]
+    # Of both kinds the epilogue is written out once, and each program takes the results of its own:
+    # a copy for every pool would be most of the program, and of its compilation.
+    squares = sum(jnp.square(s).sum(-1, keepdims=True) for s in sums)
+    scale = lax.rsqrt(squares / head_dim + eps)
+    keys = []
+    for s, (column, exists) in zip(sums, parts, strict=True):
+        norm = triton.load(k_norms.at[layer, column], mask=exists, other=0)
+        keys.append(s * scale * norm.astype(jnp.float32))
+    column, exists = parts[0]
+    turn = triton.load(frequencies.at[column], mask=exists, other=0)
+    angle = position.astype(jnp.float32) * turn
+    cos, sin = jnp.cos(angle) * attention_factor, jnp.sin(angle) * attention_factor
+    a, b, *rest = keys
+    keys = [a * cos - b * sin, b * cos + a * sin, *rest]
+    of_page = jnp.where(is_value == 1, v_scales[layer, head], k_scales[layer, head])
+    rows_made = [
+        to_page_dtype(jnp.where(is_value == 1, value, key) / of_page, pools[0].dtype)
+        for key, value in zip(keys, sums, strict=True)
+    ]
 
     # A program's pool is one of many arrays, which no index can choose between.
-    for number, (k_pool, v_pool) in enumerate(zip(pools[:layers], pools[layers:], strict=True)):
+    for number, pool in enumerate(pools):
 
-        @pl.when((layer == number) & (is_value == 0))
-        def _(number=number, pool=k_pool):
-            store(pool, rotated_keys(), k_scales[number, head])
-
-        @pl.when((layer == number) & (is_value == 1))
-        def _(number=number, pool=v_pool):
-            store(pool, sums, v_scales[number, head])
+        @pl.when(which == 2 * (number % layers) + number // layers)
+        def _(pool=pool):
+            for made, (column, exists) in zip(rows_made, parts, strict=True):
+                triton.store(pool.at[page, head, offset, column], made, mask=live & exists)
