@@ -8,6 +8,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +142,20 @@ def random_params(placed: Mapping[str, jax.ShapeDtypeStruct], seed: int) -> dict
     """Normal weights, norms of one: made leaf by leaf on the devices that hold them."""
     # The generator of the hardware: counters of the default one take several times a leaf.
     key = jax.random.key(seed, impl="unsafe_rbg")
+
+    @cache  # a compilation a shape, not a leaf
+    def maker(shape, dtype, sharding, is_norm: bool):
+        def make(key):
+            if is_norm:
+                return jnp.ones(shape, dtype)
+            return jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype)
+
+        return jax.jit(make, out_shardings=sharding)
+
     params = {}
     for number, (name, leaf) in enumerate(placed.items()):
-
-        def make(key, name=name, leaf=leaf):
-            if name.endswith("norm.weight"):
-                return jnp.ones(leaf.shape, leaf.dtype)
-            return jax.random.normal(key, leaf.shape, leaf.dtype) * jnp.asarray(0.02, leaf.dtype)
-
-        made = jax.jit(make, out_shardings=leaf.sharding)(jax.random.fold_in(key, number))
-        params[name] = made
+        make = maker(leaf.shape, leaf.dtype, leaf.sharding, name.endswith("norm.weight"))
+        params[name] = make(jax.random.fold_in(key, number))
     return params
 
 

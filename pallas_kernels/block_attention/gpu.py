@@ -32,7 +32,7 @@ class Tiles:
     programs: int = 264
     split_steps: int = 4
     warps: int = 4
-    stages: int = 3
+    stages: int = 5
 
     def __post_init__(self):
         check_sizes(self, powers=("keys", "warps"), multiples_of_16=("keys",))
@@ -89,10 +89,50 @@ def block_attention(
         interpret=interpret,
         name="block_attention",
     )(q, k, v, k_pages, v_pages, page_table, context_lengths, k_scale, v_scale)
-    if splits == 1:
-        return shares[0]
-    weights = jax.nn.softmax(log_weights, axis=0)[..., None]
-    return (shares * weights).sum(0).astype(q.dtype)
+    return shares[0] if splits == 1 else _merge(shares, log_weights, q.dtype, interpret)
+
+
+def _merge(shares, log_weights, dtype, interpret):
+    """Sum [splits, B, T, N, H] shares, each with the weight that its log-sum-exp gives it."""
+    splits, *_, head_dim = shares.shape
+
+    chunk = min(32, pl.next_power_of_2(splits))
+
+    def body(share_ref, log_ref, out_ref):
+        row = pl.program_id(0)
+        dim = lax.broadcasted_iota(jnp.int32, (1, pl.next_power_of_2(head_dim)), 1)
+        in_head = dim < head_dim
+
+        def log_weights_of(first, size):
+            split = first + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+            exists = split < splits
+            return split, exists, triton.load(log_ref.at[split, row], mask=exists, other=HIDDEN)
+
+        peak = log_weights_of(0, pl.next_power_of_2(splits))[2].max(0, keepdims=True)
+
+        def add(step, carry):
+            total, out = carry
+            split, exists, logs = log_weights_of(step * chunk, chunk)
+            share = triton.load(share_ref.at[split, row, dim], mask=exists & in_head, other=0)
+            weights = jnp.where(exists, jnp.exp(logs - peak), 0)
+            total += weights.sum(0, keepdims=True)
+            return total, out + (weights * share).sum(0, keepdims=True)
+
+        zeros = jnp.zeros((1, 1), jnp.float32), jnp.zeros((1, dim.shape[1]), jnp.float32)
+        total, out = lax.fori_loop(0, pl.cdiv(splits, chunk), add, zeros)
+        place = jnp.full((1, 1), row), dim
+        triton.store(out_ref.at[place], (out / total).astype(out_ref.dtype), mask=in_head)
+
+    rows = log_weights.size // splits
+    merged = pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((rows, head_dim), dtype),
+        grid=(rows,),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="merge_shares",
+    )(shares.reshape(splits, rows, head_dim), log_weights.reshape(splits, rows))
+    return merged.reshape(shares.shape[1:])
 
 
 def _kernel(
@@ -179,10 +219,14 @@ def _kernel(
     carry = peak, total, out * v_scale[head]
 
     # The last share, often the shortest, takes the block's own keys.
-    last_query = jnp.minimum((tile + 1) * tile_tokens, tokens) if causal else tokens
-    begin = jnp.int32(first_visible(tile * tile_tokens, window) // tiles.keys)
-    end = jnp.where(split == splits - 1, jnp.int32(pl.cdiv(last_query, tiles.keys)), begin)
-    peak, total, out = lax.fori_loop(begin, end, attend_block, carry)
+    is_last = split == splits - 1
+    if tokens <= tiles.keys:  # no loop, whose loads would take as many buffers as the context's
+        peak, total, out = lax.cond(is_last, lambda c: attend_block(0, c), lambda c: c, carry)
+    else:
+        last_query = jnp.minimum((tile + 1) * tile_tokens, tokens) if causal else tokens
+        begin = jnp.int32(first_visible(tile * tile_tokens, window) // tiles.keys)
+        end = jnp.where(is_last, jnp.int32(pl.cdiv(last_query, tiles.keys)), begin)
+        peak, total, out = lax.fori_loop(begin, end, attend_block, carry)
 
     # A share without keys has no sum; its log-weight is so low that it counts for nothing.
     total = jnp.where(total == 0, 1, total)

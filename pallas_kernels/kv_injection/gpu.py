@@ -88,6 +88,16 @@ def _kernel(
     index = pl.program_id(0) * rows + iota(rows, 0)
     row, token = lax.div(index, tokens), lax.rem(index, tokens)
     real = row < features.shape[0]
+    # Where the rows go is looked up first: three loads, each waiting for the one before, which the
+    # products hide.
+    first = triton.load(start.at[row], mask=real, other=0)
+    live = real & (token < triton.load(count.at[row], mask=real, other=0))
+    position = first + token
+    live = live & (position < page_table.shape[1] * page_size)
+    entry = lax.div(position, page_size)
+    page = triton.load(page_table.at[row, entry], mask=live, other=0)
+    offset = lax.rem(position, page_size)
+
     # A head's columns in three parts: the two that RoPE turns into each other, and the rest.
     # Triton cannot shift columns, and its blocks are powers of two of at least 16.
     parts = []
@@ -109,14 +119,6 @@ def _kernel(
 
     zeros = tuple(jnp.zeros((rows, column.shape[1]), jnp.float32) for column, _ in parts)
     sums = lax.fori_loop(0, dim // depth, step, zeros)
-
-    first = triton.load(start.at[row], mask=real, other=0)
-    live = real & (token < triton.load(count.at[row], mask=real, other=0))
-    position = first + token
-    live = live & (position < page_table.shape[1] * page_size)
-    entry = lax.div(position, page_size)
-    page = triton.load(page_table.at[row, entry], mask=live, other=0)
-    offset = lax.rem(position, page_size)
 
     # Of both kinds the epilogue is written out once, and each program takes the results of its own:
     # a copy for every pool would be most of the program, and of its compilation.
