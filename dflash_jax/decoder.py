@@ -29,7 +29,7 @@ from dflash_jax.rope import rope_frequencies
 from dflash_jax.sharding import Sharding, partition
 from pallas_kernels import kv_injection
 
-INJECTION = (None, None, None, "kv_heads")
+INJECTION = (None, None, "kv_heads", None, None)
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +38,7 @@ class InjectionWeights:
     """The draft's k_proj, v_proj and k_norm of every layer, as one kernel reads them. A second copy
     of the projections (a percent of a pair): the draft's own layers multiply by the first."""
 
-    weights: Float[Array, "L 2 D KH"]
+    weights: Float[Array, "L 2 K H D"]
     k_norms: Float[Array, "L H"]
 
 
@@ -215,9 +215,11 @@ def injection_weights(pair: Pair, draft: Params) -> InjectionWeights:
     heads = kv_heads(config, pair.sharding)
     attentions = [layer.self_attn for layer in pair.draft.bind(draft).layers]
     weights = jnp.stack(
-        [jnp.stack([a.k_proj.kernel[...], a.v_proj.kernel[...]]) for a in attentions]
+        [jnp.stack([a.k_proj.kernel[...].T, a.v_proj.kernel[...].T]) for a in attentions]
     )
-    per_head = weights.reshape(*weights.shape[:3], config.num_kv_heads, config.head_dim)
-    flat = repeat_heads(per_head, heads).reshape(*weights.shape[:3], heads * config.head_dim)
+    per_head = weights.reshape(
+        len(attentions), 2, config.num_kv_heads, config.head_dim, weights.shape[-1]
+    )
+    repeated = repeat_heads(per_head, heads, axis=2)
     norms = jnp.stack([a.k_norm.weight[...] for a in attentions])
-    return InjectionWeights(pair.sharding.constrain(flat, *INJECTION), norms)
+    return InjectionWeights(pair.sharding.constrain(repeated, *INJECTION), norms)

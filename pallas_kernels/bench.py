@@ -51,9 +51,10 @@ TILES: dict[tuple[str, str], list[Any]] = {
         for rows, context, keys in itertools.product((128, 256, 512), (256, 512, 1024), (256,))
     ],
     ("kv_injection", "gpu"): [
-        injection_gpu.Tiles(rows, depth, warps, stages)
-        for rows, depth, warps, stages in itertools.product(
-            (16, 32, 64, 128), (64, 128), (4, 8), (4, 6)
+        injection_gpu.Tiles(fused_rows, depth, warps, stages, rows, heads)
+        for fused_rows, depth, warps, stages, rows, heads in (
+            *itertools.product((256,), (64, 128), (4, 8), (4, 5, 6, 7), (16,), (1,)),
+            *itertools.product((1,), (64,), (4,), (1,), (16, 32), (1, 2, 4, 8)),
         )
     ],
     ("kv_injection", "tpu"): [injection_tpu.Tiles(rows) for rows in (128, 256, 512, 1024)],

@@ -10,16 +10,24 @@ def product(
     b: Float[Array, "n o"] | Float[Array, "o n"],
     *,
     transposed: bool = False,
+    float32: lax.Precision | lax.DotAlgorithmPreset = lax.Precision.HIGHEST,
 ) -> Float[Array, "m o"]:
     """``a @ b``, or ``a @ b.T`` where ``b`` is the ``transposed`` factor, summed in float32.
 
-    float32 operands are multiplied in full, whatever the ambient precision is; narrower ones as
-    they are.
+    float32 operands are multiplied as ``float32`` says, by default in full, whatever the ambient
+    precision is; narrower ones as they are.
     """
     return lax.dot_general(
         a,
         b,
         (((1,), (int(transposed),)), ((), ())),
-        precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT,
+        precision=float32 if a.dtype == jnp.float32 else lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
+
+
+def three_parts(interpret: bool) -> lax.Precision | lax.DotAlgorithmPreset:
+    """How a GPU's matrix unit multiplies float32: each factor in three parts of TF32, which is
+    float32 but for its last bit or two. Its units for scalars would take thirty times as long; the
+    interpreter, on a CPU, has nothing else."""
+    return lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3

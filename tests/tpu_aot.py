@@ -75,7 +75,7 @@ def main(topology_name: str, data: int, model: int) -> None:
     )
     batch = Batch(ints(row), ints((ROWS, 16)), sampling)
     params = PairParams(pair.target.placed(sharding), pair.draft.placed(sharding))
-    shape = (DRAFT.num_layers, 2, DRAFT.hidden_size, heads * 64)
+    shape = (DRAFT.num_layers, 2, heads, 64, DRAFT.hidden_size)
     weights = abstract(shape, jnp.bfloat16, *partition(*INJECTION))
     injection = InjectionWeights(weights, abstract((DRAFT.num_layers, 64), jnp.bfloat16))
     params = dataclasses.replace(params, injection=injection)

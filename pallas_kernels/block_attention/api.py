@@ -15,7 +15,7 @@ IMPLEMENTATIONS = {
     "tpu": tpu.block_attention,
     "gpu": gpu.block_attention,
 }
-AUTO = {"cpu": "portable", "gpu": "portable", "tpu": "tpu"}
+AUTO = {"cpu": "portable", "gpu": "gpu", "tpu": "tpu"}
 KERNELS = {"tpu": tpu.Tiles, "gpu": gpu.Tiles}
 QUERY_DTYPES = (jnp.bfloat16, jnp.float32)
 

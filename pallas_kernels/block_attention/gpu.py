@@ -16,7 +16,8 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.block_attention.masks import HIDDEN, check_head_dim, first_visible
 from pallas_kernels.paging import check_triton_offsets
-from pallas_kernels.product import product
+from pallas_kernels.platform import chip
+from pallas_kernels.product import product, three_parts
 from pallas_kernels.tiles import check_sizes
 
 
@@ -32,10 +33,22 @@ class Tiles:
     programs: int = 264
     split_steps: int = 4
     warps: int = 4
-    stages: int = 5
+    stages: int = 3
 
     def __post_init__(self):
         check_sizes(self, powers=("keys", "warps"), multiples_of_16=("keys",))
+
+
+TUNED = {"NVIDIA H200": {"block": Tiles(stages=5), "chunk": Tiles(stages=3)}}
+"""By chip (``pallas_kernels.platform``), the best of ``python -m pallas_kernels.bench --tune``: for
+blocks that are one step of keys, and for chunks of a prompt. Other chips take the first's."""
+
+
+def default_tiles(kind: str, tokens: int, head_dim: int) -> Tiles:
+    tuned = TUNED.get(kind, TUNED["NVIDIA H200"])
+    tiles = tuned["block" if tokens <= tuned["block"].keys else "chunk"]
+    # Wide heads: a step of keys has to stay as many bytes as it was measured with.
+    return tiles if head_dim <= 128 else dataclasses.replace(tiles, keys=tiles.keys // 2)
 
 
 def block_attention(
@@ -60,7 +73,7 @@ def block_attention(
     not reach and for heads past the kernels'."""
     check_triton_offsets("block_attention", k_pages)
     check_head_dim(q.shape[-1])
-    tiles = tiles or Tiles()
+    tiles = tiles or default_tiles(chip().kind, q.shape[1], q.shape[3])
     batch, tokens, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
     groups = heads // kv_heads
@@ -78,6 +91,7 @@ def block_attention(
         window=window,
         scale=scale,
         soft_cap=soft_cap,
+        float32=three_parts(interpret),
     )
     share = jax.ShapeDtypeStruct((splits, *q.shape), q.dtype if splits == 1 else jnp.float32)
     weight = jax.ShapeDtypeStruct((splits, *q.shape[:3]), jnp.float32)
@@ -137,7 +151,7 @@ def _merge(shares, log_weights, dtype, interpret):
 
 def _kernel(
     q_ref, k_ref, v_ref, k_pages, v_pages, page_table, lengths, k_scale, v_scale, out_ref, log_ref,
-    *, tiles, tile_tokens, splits, causal, window, scale, soft_cap,
+    *, tiles, tile_tokens, splits, causal, window, scale, soft_cap, float32,
 ):  # fmt: skip
     _, tokens, heads, head_dim = q_ref.shape
     kv_heads, page_size = k_pages.shape[1:3]
@@ -165,7 +179,7 @@ def _kernel(
     def attend(carry, keys, values, key_position, exists, factor):
         """One step of the online softmax; ``key_position`` [1, keys] from the block's start."""
         peak, total, out = carry
-        scores = product(q, keys.astype(dtype), transposed=True) * factor
+        scores = product(q, keys.astype(dtype), transposed=True, float32=float32) * factor
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         distance = query - key_position
@@ -179,7 +193,7 @@ def _kernel(
         weights = jnp.exp(scores - new_peak)
         decay = jnp.exp(peak - new_peak)
         total = total * decay + weights.sum(-1, keepdims=True)
-        added = product(weights.astype(dtype), values.astype(dtype))
+        added = product(weights.astype(dtype), values.astype(dtype), float32=float32)
         return new_peak, total, out * decay + added  # which Triton makes one sum, in place
 
     def attend_block(step, carry):

@@ -14,14 +14,14 @@ IMPLEMENTATIONS = {
     "tpu": tpu.kv_injection,
     "gpu": gpu.kv_injection,
 }
-AUTO = {"cpu": "reference", "gpu": "reference", "tpu": "tpu"}
+AUTO = {"cpu": "reference", "gpu": "gpu", "tpu": "tpu"}
 KERNELS = {"tpu": tpu.Tiles, "gpu": gpu.Tiles}
 FEATURE_DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def kv_injection(
     features: Float[Array, "B T D"],
-    weights: Float[Array, "L 2 D KH"],
+    weights: Float[Array, "L 2 K H D"],
     k_norms: Float[Array, "L H"],
     k_pages: tuple[Num[Array, "P K page W"], ...],
     v_pages: tuple[Num[Array, "P K page W"], ...],
@@ -38,8 +38,8 @@ def kv_injection(
     tiles: tpu.Tiles | gpu.Tiles | None = None,
     interpret: bool | InterpretParams = False,
 ) -> tuple[tuple[Num[Array, "P K page W"], ...], tuple[Num[Array, "P K page W"], ...]]:
-    """Project features to every layer's K and V (``weights[l, 0]``, ``[l, 1]``) and write them to
-    their pages.
+    """Project features to every layer's K and V (``weights[l, 0]``, ``[l, 1]``, a head's rows
+    together as in a checkpoint) and write them to their pages.
 
     K is RMS-normed per head (float32) and rotated (float32, the first 2R dims) to its absolute
     position. Row b's first ``count[b]`` features go to positions ``start[b]..``; the others, and
@@ -92,7 +92,7 @@ def _check(features, weights, k_norms, k_pages, v_pages, page_table, start, coun
     pool = k_pages[0]
     if any((p.shape, p.dtype) != (pool.shape, pool.dtype) for p in (*k_pages, *v_pages)):
         raise ValueError("kv_injection: pages must be alike in every layer")
-    expected = (layers, 2, features.shape[-1], pool.shape[1] * head_dim)
+    expected = (layers, 2, pool.shape[1], head_dim, features.shape[-1])
     if weights.shape != expected:
         raise ValueError(f"kv_injection: weights {weights.shape} should be {expected}")
     if pool.shape[3] < head_dim:

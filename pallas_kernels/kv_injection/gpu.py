@@ -1,8 +1,14 @@
-"""KV injection for GPUs (Pallas, Triton lowering): a program makes one head's K, or V, of a layer
-for a tile of rows, from the projection to the stores into pages."""
+"""KV injection for GPUs (Pallas, Triton lowering).
+
+Few rows: a program makes one head's K, or V, of a layer for all of them, from the projection to the
+stores into pages; the weights' way from memory is all that it costs. Many rows: one matrix product
+of XLA's projects them for every layer, which no Triton kernel of ours came near, and a program
+finishes a tile of rows of one layer's K or V.
+"""
 
 import dataclasses
 import functools
+import math
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,57 +17,72 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.narrow import to_page_dtype
 from pallas_kernels.paging import check_triton_offsets
-from pallas_kernels.product import product
+from pallas_kernels.platform import chip
+from pallas_kernels.product import product, three_parts
 from pallas_kernels.tiles import check_sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """``rows`` of features a program takes, at most, and ``depth``: how much of D a step."""
+    """``fused_rows``: up to how many rows in all the projection is the kernel's own, where
+    ``depth`` divides D; then ``depth`` of D a step, by a program of ``warps`` and ``stages``. Past
+    them, a program takes ``rows`` and about ``heads``, which share their rows' cosines and
+    sines."""
 
-    rows: int = 64
+    fused_rows: int = 64
     depth: int = 64
     warps: int = 4
-    stages: int = 4
+    stages: int = 6
+    rows: int = 16
+    heads: int = 2
 
     def __post_init__(self):
         check_sizes(self, powers=("rows", "depth", "warps"), multiples_of_16=("rows", "depth"))
+
+
+TUNED = {"NVIDIA H200": Tiles()}
+"""By chip (``pallas_kernels.platform``), the best of ``python -m pallas_kernels.bench --tune``.
+Other chips take the first's."""
 
 
 def kv_injection(
     features, weights, k_norms, k_pages, v_pages, page_table, start, count, k_scales, v_scales,
     *, inverse_frequencies, attention_factor, eps, tiles: Tiles | None = None, interpret=False,
 ):  # fmt: skip
-    """The contract of ``kv_injection.api``. Raises ValueError where ``depth`` does not divide D or
-    Triton's offsets do not reach all of a pool."""
+    """The contract of ``kv_injection.api``. Raises ValueError where Triton's offsets do not reach
+    all of a pool."""
     check_triton_offsets("kv_injection", k_pages[0])
-    tiles = tiles or Tiles()
+    tiles = tiles or TUNED.get(chip().kind, TUNED["NVIDIA H200"])
     batch, tokens, dim = features.shape
     layers, kv_heads = len(k_pages), k_pages[0].shape[1]
-    depth = min(tiles.depth, dim)
-    if dim % depth:
-        raise ValueError(
-            f"kv_injection: implementation 'gpu' takes {depth} of D at a time, which must divide "
-            f"{dim}"
+    num_rows = batch * tokens
+    if num_rows <= tiles.fused_rows and dim % tiles.depth == 0:
+        rows, heads = max(16, pl.next_power_of_2(num_rows)), 1
+        sources, sums_of = (
+            (features.reshape(num_rows, dim), weights),
+            _projected_by(tiles.depth, three_parts(interpret)),
         )
-    rows = min(tiles.rows, max(16, pl.next_power_of_2(batch * tokens)))
+    else:
+        rows, heads = tiles.rows, math.gcd(tiles.heads, kv_heads)
+        sources, sums_of = (_project(features.reshape(num_rows, dim), weights),), _read
     body = functools.partial(
         _kernel,
+        sums_of=sums_of,
+        tokens=tokens,
         layers=layers,
         rows=rows,
-        depth=depth,
+        heads=heads,
         attention_factor=attention_factor,
         eps=eps,
     )
     pools = (*k_pages, *v_pages)
     operands = (
-        features, weights, k_norms, inverse_frequencies, page_table, start, count, k_scales,
-        v_scales,
+        k_norms, inverse_frequencies, page_table, start, count, k_scales, v_scales, *sources
     )  # fmt: skip
     new = pl.pallas_call(
         body,
         out_shape=pools,
-        grid=(pl.cdiv(batch * tokens, rows), layers * 2 * kv_heads),
+        grid=(pl.cdiv(num_rows, rows), layers * 2 * kv_heads // heads),
         input_output_aliases={len(operands) + i: i for i in range(len(pools))},
         compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
@@ -70,24 +91,87 @@ def kv_injection(
     return tuple(new[:layers]), tuple(new[layers:])
 
 
+def _project(features, weights):
+    """[R, L, 2, K, H], rounded to the features' dtype as the reference does."""
+    flat = lax.dot_general(
+        features,
+        weights.reshape(-1, weights.shape[-1]),
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if features.dtype == jnp.float32 else None,
+    )
+    return flat.reshape(features.shape[0], *weights.shape[:-1])
+
+
+def _parts(head_dim, half):
+    """(begin, size) of a head's columns: the two halves that RoPE turns into each other, and the
+    rest. Triton cannot shift columns."""
+    parts = (0, half), (half, half), (2 * half, head_dim - 2 * half)
+    return [part for part in parts if part[1]]
+
+
+def _iota(size, axis):
+    shape = (size, 1) if axis == 0 else (1, size)
+    return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def _columns(part, axis):
+    """A part's columns, and which of them exist: Triton's blocks are powers of two of at least
+    16."""
+    begin, size = part
+    column = _iota(max(16, pl.next_power_of_2(size)), axis)
+    return begin + column, column < size
+
+
+# Where a program's sums come from: (sources, its rows, (layer, K or V, head), parts) -> one a part.
+
+
+def _projected_by(depth, float32):
+    def sums_of(sources, index, place, parts):
+        features, weights = sources
+        real = index < features.shape[0]
+
+        def step(at, sums):
+            deep = at * depth + _iota(depth, 1)
+            x = triton.load(features.at[index, deep], mask=real, other=0)
+            added = []
+            for total, part in zip(sums, parts, strict=True):
+                column, exists = _columns(part, 0)
+                w = triton.load(weights.at[(*place, column, deep)], mask=exists, other=0)
+                added.append(total + product(x, w, transposed=True, float32=float32))
+            return tuple(added)
+
+        shapes = [(index.shape[0], _columns(part, 1)[0].shape[1]) for part in parts]
+        zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+        return lax.fori_loop(0, features.shape[1] // depth, step, zeros)
+
+    return sums_of
+
+
+def _read(sources, index, place, parts):
+    (projected,) = sources
+    sums = []
+    for part in parts:
+        column, exists = _columns(part, 1)
+        mask = (index < projected.shape[0]) & exists
+        value = triton.load(projected.at[(index, *place, column)], mask=mask, other=0)
+        sums.append(value.astype(jnp.float32))
+    return sums
+
+
 def _kernel(
-    features, weights, k_norms, frequencies, page_table, start, count, k_scales, v_scales,
-    *pools, layers, rows, depth, attention_factor, eps,
+    k_norms, frequencies, page_table, start, count, k_scales, v_scales, *rest,
+    sums_of, tokens, layers, rows, heads, attention_factor, eps,
 ):  # fmt: skip
-    pools = pools[2 * layers :]  # the results, which are the operands
-    tokens, dim = features.shape[1:]
+    sources, pools = rest[: -4 * layers], rest[-2 * layers :]  # the results, which are the operands
     _, kv_heads, page_size, _ = pools[0].shape
     head_dim, half = k_norms.shape[1], frequencies.shape[0]
-    which, head = lax.div(pl.program_id(1), kv_heads), lax.rem(pl.program_id(1), kv_heads)
+    groups = kv_heads // heads
+    which, first_head = lax.div(pl.program_id(1), groups), lax.rem(pl.program_id(1), groups) * heads
     layer, is_value = lax.div(which, 2), lax.rem(which, 2)
 
-    def iota(size, axis):
-        shape = (size, 1) if axis == 0 else (1, size)
-        return lax.broadcasted_iota(jnp.int32, shape, axis)
-
-    index = pl.program_id(0) * rows + iota(rows, 0)
+    index = pl.program_id(0) * rows + _iota(rows, 0)
     row, token = lax.div(index, tokens), lax.rem(index, tokens)
-    real = row < features.shape[0]
+    real = row < start.shape[0]
     # Where the rows go is looked up first: three loads, each waiting for the one before, which the
     # products hide.
     first = triton.load(start.at[row], mask=real, other=0)
@@ -98,52 +182,44 @@ def _kernel(
     page = triton.load(page_table.at[row, entry], mask=live, other=0)
     offset = lax.rem(position, page_size)
 
-    # A head's columns in three parts: the two that RoPE turns into each other, and the rest.
-    # Triton cannot shift columns, and its blocks are powers of two of at least 16.
-    parts = []
-    for begin, size in ((0, half), (half, half), (2 * half, head_dim - 2 * half)):
-        if size:
-            column = iota(max(16, pl.next_power_of_2(size)), 1)
-            parts.append((begin + column, column < size))
-
-    def step(at, sums):
-        deep = at * depth
-        place = row, token, deep + iota(depth, 1)
-        x = triton.load(features.at[place], mask=real, other=0)
-        added = []
-        for total, (column, exists) in zip(sums, parts, strict=True):
-            place = layer, is_value, deep + iota(depth, 0), head * head_dim + column
-            w = triton.load(weights.at[place], mask=exists, other=0)
-            added.append(total + product(x, w))
-        return tuple(added)
-
-    zeros = tuple(jnp.zeros((rows, column.shape[1]), jnp.float32) for column, _ in parts)
-    sums = lax.fori_loop(0, dim // depth, step, zeros)
-
-    # Of both kinds the epilogue is written out once, and each program takes the results of its own:
-    # a copy for every pool would be most of the program, and of its compilation.
-    squares = sum(jnp.square(s).sum(-1, keepdims=True) for s in sums)
-    scale = lax.rsqrt(squares / head_dim + eps)
-    keys = []
-    for s, (column, exists) in zip(sums, parts, strict=True):
-        norm = triton.load(k_norms.at[layer, column], mask=exists, other=0)
-        keys.append(s * scale * norm.astype(jnp.float32))
-    column, exists = parts[0]
+    parts = _parts(head_dim, half)
+    column, exists = _columns(parts[0], 1)
     turn = triton.load(frequencies.at[column], mask=exists, other=0)
     angle = position.astype(jnp.float32) * turn
     cos, sin = jnp.cos(angle) * attention_factor, jnp.sin(angle) * attention_factor
-    a, b, *rest = keys
-    keys = [a * cos - b * sin, b * cos + a * sin, *rest]
-    of_page = jnp.where(is_value == 1, v_scales[layer, head], k_scales[layer, head])
-    rows_made = [
-        to_page_dtype(jnp.where(is_value == 1, value, key) / of_page, pools[0].dtype)
-        for key, value in zip(keys, sums, strict=True)
-    ]
 
-    # A program's pool is one of many arrays, which no index can choose between.
-    for number, pool in enumerate(pools):
+    def finish(head):
+        # Written out once, and K or V taken from it: a copy for every pool would be most of the
+        # program, and of its compilation.
+        sums = sums_of(sources, index, (layer, is_value, head), parts)
+        squares = sum(jnp.square(s).sum(-1, keepdims=True) for s in sums)
+        scale = lax.rsqrt(squares / head_dim + eps)
+        keys = []
+        for s, part in zip(sums, parts, strict=True):
+            column, exists = _columns(part, 1)
+            norm = triton.load(k_norms.at[layer, column], mask=exists, other=0)
+            keys.append(s * scale * norm.astype(jnp.float32))
+        a, b, *passed = keys
+        keys = [a * cos - b * sin, b * cos + a * sin, *passed]
+        of_page = jnp.where(is_value == 1, v_scales[layer, head], k_scales[layer, head])
+        made = [
+            to_page_dtype(jnp.where(is_value == 1, value, key) / of_page, pools[0].dtype)
+            for key, value in zip(keys, sums, strict=True)
+        ]
 
-        @pl.when(which == 2 * (number % layers) + number // layers)
-        def _(pool=pool):
-            for made, (column, exists) in zip(rows_made, parts, strict=True):
-                triton.store(pool.at[page, head, offset, column], made, mask=live & exists)
+        # A program's pool is one of many arrays, which no index can choose between.
+        for number, pool in enumerate(pools):
+
+            @pl.when(which == 2 * (number % layers) + number // layers)
+            def _(pool=pool):
+                for new, part in zip(made, parts, strict=True):
+                    column, exists = _columns(part, 1)
+                    triton.store(pool.at[page, head, offset, column], new, mask=live & exists)
+
+    if heads == 1:
+        finish(first_head)
+    else:
+
+        @pl.loop(0, heads)
+        def _(number):
+            finish(first_head + number)

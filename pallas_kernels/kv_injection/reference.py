@@ -17,9 +17,8 @@ def kv_injection(
     new_k, new_v = [], []
     for layer, (k_pool, v_pool) in enumerate(zip(k_pages, v_pages, strict=True)):
 
-        def project(which, layer=layer, heads=k_pool.shape[1]):
-            rows = features @ weights[layer, which]
-            return rows.reshape(batch, tokens, heads, -1)
+        def project(which, layer=layer):
+            return jnp.einsum("btd,khd->btkh", features, weights[layer, which])
 
         def write(pool, rows, scales, layer=layer):
             if rows.dtype != pool.dtype:

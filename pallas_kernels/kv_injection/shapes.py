@@ -58,7 +58,7 @@ class Shape:
         pools = (pool,) * self.layers
         return (
             of((*row, self.tokens, self.dim), self.dtype),
-            of((self.layers, 2, self.dim, self.kv_heads * self.head_dim), self.dtype),
+            of((self.layers, 2, self.kv_heads, self.head_dim, self.dim), self.dtype),
             of((self.layers, self.head_dim), self.dtype),
             pools,
             pools,

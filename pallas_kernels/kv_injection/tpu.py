@@ -56,9 +56,7 @@ def kv_injection(
 
     turns = lanes(jnp.concatenate([cos, cos], 1), 0, 1.0), lanes(-sin, 0), lanes(sin, half)
     if width != head_dim:  # a copy of the weights, which are small where heads are
-        weights = weights.reshape(layers, 2, dim, kv_heads, head_dim)
-        weights = jnp.pad(weights, [(0, 0)] * 4 + [(0, width - head_dim)])
-        weights = weights.reshape(layers, 2, dim, kv_heads * width)
+        weights = jnp.pad(weights, [(0, 0)] * 3 + [(0, width - head_dim), (0, 0)])
     norms = lanes(k_norms.astype(jnp.float32), 0)[:, None, :]
 
     tile_rows = segments.per_tile * segments.length
@@ -82,8 +80,8 @@ def kv_injection(
             grid=(segments.num_tiles, layers, kv_heads),
             in_specs=[
                 pl.BlockSpec((tile_rows, dim), lambda i, layer, k, *_: (i, 0)),
-                pl.BlockSpec((1, 1, dim, width), lambda i, layer, k, *_: (layer, 0, 0, k)),
-                pl.BlockSpec((1, 1, dim, width), lambda i, layer, k, *_: (layer, 1, 0, k)),
+                pl.BlockSpec((1, 1, 1, width, dim), lambda i, layer, k, *_: (layer, 0, k, 0, 0)),
+                pl.BlockSpec((1, 1, 1, width, dim), lambda i, layer, k, *_: (layer, 1, k, 0, 0)),
                 pl.BlockSpec((1, 1, width), lambda i, layer, k, *_: (layer, 0, 0)),
                 *[per_head] * 3,
                 *[pool] * len(pools),
@@ -140,13 +138,13 @@ def _kernel(
         start(out=False)
 
     x = x_ref[...]
-    k = product(x, k_weight[0, 0])
+    k = product(x, k_weight[0, 0, 0], transposed=True)
     k *= lax.rsqrt(jnp.square(k).sum(-1, keepdims=True) / head_dim + eps)
     k *= norm_ref[0]
     left, right = pltpu.roll(k, width - half, 1), pltpu.roll(k, half, 1)
     k = k * cos_ref[...] + left * left_ref[...] + right * right_ref[...]
     k_rows[head] = k.astype(k_rows.dtype)
-    v_rows[head] = product(x, v_weight[0, 0]).astype(v_rows.dtype)
+    v_rows[head] = product(x, v_weight[0, 0, 0], transposed=True).astype(v_rows.dtype)
 
     def rows(which, segment, head, at):
         begin = pl.multiple_of(segment * segments.length + at.start, 16)
