@@ -9,6 +9,14 @@ from pallas_kernels.block_attention.api import block_attention
 from pallas_kernels.kv_injection.api import kv_injection
 from pallas_kernels.kv_write.api import kv_write
 from pallas_kernels.paging import row_width
+from pallas_kernels.range_attention.api import range_attention
 from pallas_kernels.rope import apply_rope
 
-__all__ = ["apply_rope", "block_attention", "kv_injection", "kv_write", "row_width"]
+__all__ = [
+    "apply_rope",
+    "block_attention",
+    "kv_injection",
+    "kv_write",
+    "range_attention",
+    "row_width",
+]

@@ -34,6 +34,9 @@ from pallas_kernels.kv_injection import gpu as injection_gpu
 from pallas_kernels.kv_injection import shapes as injection_shapes
 from pallas_kernels.kv_injection import tpu as injection_tpu
 from pallas_kernels.platform import chip
+from pallas_kernels.range_attention import api as ranges
+from pallas_kernels.range_attention import gpu as range_gpu
+from pallas_kernels.range_attention import shapes as range_shapes
 
 CALLS = 16  # of an op in one program
 PROGRAMS = 5  # in flight at once, so that the host's part is hidden
@@ -56,6 +59,10 @@ TILES: dict[tuple[str, str], list[Any]] = {
             *itertools.product((256,), (64, 128), (4, 8), (4, 5, 6, 7), (16,), (1,)),
             *itertools.product((1,), (64,), (4,), (1,), (16, 32), (1, 2, 4, 8)),
         )
+    ],
+    ("range_attention", "gpu"): [
+        range_gpu.Tiles(rows, keys, warps, stages)
+        for rows, keys, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3))
     ],
     ("kv_injection", "tpu"): [injection_tpu.Tiles(rows) for rows in (128, 256, 512, 1024)],
 }
@@ -241,7 +248,45 @@ class InjectionCase:
         yield from ()
 
 
-Case = AttentionCase | InjectionCase
+class RangeCase:
+    """Range attention on one shape: whole rows of one document."""
+
+    op = "range_attention"
+
+    def __init__(self, shape: range_shapes.Shape, *, small: bool):
+        rng, self.shape = np.random.default_rng(0), shape
+        self._operands = tuple(random_like(rng, x) for x in shape.abstract())
+        self.implementations = ["reference"]
+
+    def program(self, implementation: str, tiles=None) -> Callable[[], Any]:
+        stop = jnp.arange(1, self.shape.tokens + 1, dtype=jnp.int32)
+        stop = jnp.broadcast_to(stop[None, :], (self.shape.batch, self.shape.tokens))
+
+        @jax.jit
+        def attend(q, k, v):
+            return ranges.range_attention(
+                q, k, v, jnp.zeros_like(stop), stop, implementation=implementation, tiles=tiles
+            )[0]
+
+        return self._chained(attend)
+
+    def rivals(self) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
+        """cuDNN, which knows no documents."""
+        if chip().platform == "gpu":
+            attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+            yield "cudnn", lambda: self._chained(attend)
+
+    def _chained(self, attend) -> Callable[[], Any]:
+        @jax.jit
+        def run(q, k, v):
+            for _ in range(CALLS):
+                q = attend(q, k, v)
+            return q
+
+        return partial(run.lower(*self._operands).compile(), *self._operands)
+
+
+Case = AttentionCase | InjectionCase | RangeCase
 
 
 def cases(pattern: str, *, small: bool) -> Iterator[tuple[str, Callable[[], Case]]]:
@@ -252,6 +297,9 @@ def cases(pattern: str, *, small: bool) -> Iterator[tuple[str, Callable[[], Case
     for name, shape in injection_shapes.SHAPES.items():
         if re.search(pattern, full := f"kv_injection/{name}"):
             yield full, partial(InjectionCase, shape, small=small)
+    for name, shape in range_shapes.SHAPES.items():
+        if re.search(pattern, full := f"range_attention/{name}"):
+            yield full, partial(RangeCase, shape, small=small)
 
 
 def time_case(name: str, case: Case, ceilings: Ceilings, *, tune: bool) -> dict[str, Any]:

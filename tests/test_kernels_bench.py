@@ -7,8 +7,10 @@ import pytest
 from pallas_kernels import bench
 from pallas_kernels.block_attention.shapes import Shape as Attention
 from pallas_kernels.kv_injection.shapes import Shape as Injection
+from pallas_kernels.range_attention.shapes import Shape as Ranges
 
 ATTENTION = Attention(2, 4, 4, 2, 8, 32, dtype="float32")
+RANGES = Ranges(2, 8, 4, 2, 8, dtype="float32")
 INJECTION = Injection(2, 4, 2, 16, 2, 8, pages=4, dtype="float32")
 
 
@@ -16,6 +18,7 @@ INJECTION = Injection(2, 4, 2, 16, 2, 8, pages=4, dtype="float32")
 def small(monkeypatch) -> None:
     monkeypatch.setattr(bench.attention_shapes, "SHAPES", {"one": ATTENTION})
     monkeypatch.setattr(bench.injection_shapes, "SHAPES", {"two": INJECTION})
+    monkeypatch.setattr(bench.range_shapes, "SHAPES", {"three": RANGES})
     monkeypatch.setattr(bench, "CALLS", 2)
 
 
@@ -27,6 +30,7 @@ def test_every_case_is_timed_against_its_floor(capsys: pytest.CaptureFixture[str
     cases = report["cases"]
     assert set(cases["block_attention/one"]["us"]) == {"reference", "portable"}
     assert set(cases["kv_injection/two"]["us"]) == {"reference"}
+    assert set(cases["range_attention/three"]["us"]) == {"reference"}
     for case in cases.values():
         assert case["floor_us"] > 0 and all(taken > 0 for taken in case["us"].values())
     assert printed.startswith("cpu, jax ") and "x floor" in printed

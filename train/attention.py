@@ -12,14 +12,14 @@ from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+import pallas_kernels as kernels
 from dflash_jax.layers import Attend
+from pallas_kernels.range_attention.api import NOTHING
 from train.rows import PackedRows
 from train.stacked import KV, BlockAttend
-
-NOTHING = -1e30
-"""Log-sum-exp of a query that sees nothing: finite, so that merging it has finite gradients."""
 
 
 class Ranges(NamedTuple):
@@ -30,13 +30,23 @@ class Ranges(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Most queries and keys whose scores exist at a time, of every row and head."""
+    """Most queries and keys whose scores exist at a time, of every row and head. ``forward``: by
+    which implementation of ``pallas_kernels.range_attention`` the forward pass runs, in place of
+    these tiles."""
 
     queries: int = 1024
     keys: int = 1024
+    forward: str | None = None
 
 
 TILES = Tiles()
+
+
+def tiles_on(mesh: Mesh, tiles: Tiles = TILES) -> Tiles:
+    """The same with a kernel for the forward pass where there is one: on one GPU. A mesh would
+    have to gather a kernel's operands."""
+    alone = mesh.devices.size == 1 and mesh.devices.flat[0].platform == "gpu"
+    return tiles._replace(forward="gpu") if alone else tiles
 
 
 def causal_ranges(rows: PackedRows) -> Ranges:
@@ -83,6 +93,8 @@ def _range_attention(q, k, v, ranges: Ranges, tiles: Tiles):
 
 
 def _forward(q, k, v, ranges: Ranges, tiles: Tiles):
+    if tiles.forward is not None:
+        return kernels.range_attention(q, k, v, *ranges, implementation=tiles.forward)
     grid = _Grid(q, k, tiles)
     k, v = grid.keys(k), grid.keys(v)
 

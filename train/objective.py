@@ -33,7 +33,7 @@ class ObjectiveConfig:
     def __post_init__(self):
         if self.anchors < 1:
             raise ValueError(f"objective.anchors must be at least 1, got {self.anchors}")
-        if min(self.tiles) < 1:
+        if min(self.tiles[:2]) < 1:
             raise ValueError(f"objective.tiles must be at least 1, got {tuple(self.tiles)}")
 
 
