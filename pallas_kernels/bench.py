@@ -9,7 +9,6 @@ page tables and weights of their own, so that no call finds its data in a cache.
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
 import itertools
 import json
@@ -40,7 +39,6 @@ from pallas_kernels.range_attention import shapes as range_shapes
 
 CALLS = 16  # of an op in one program
 PROGRAMS = 5  # in flight at once, so that the host's part is hidden
-COMPILERS = 16  # threads
 
 TILES: dict[tuple[str, str], list[Any]] = {
     ("block_attention", "gpu"): [
@@ -204,7 +202,9 @@ class InjectionCase:
     def __init__(self, shape: injection_shapes.Shape, *, small: bool):
         rng, self.shape = np.random.default_rng(0), shape
         features, weights, norms, pools, _, _, start, _ = shape.abstract(chip().platform)
-        self._features, self._norms = random_like(rng, features), random_like(rng, norms)
+        # Of every call its own: a product that two calls share would be made once.
+        self._features = tuple(random_like(rng, features) for _ in range(CALLS))
+        self._norms = random_like(rng, norms)
         self._weights = tuple(random_like(rng, weights) for _ in range(1 if small else 4))
         self._pools = tuple(tuple(random_like(rng, p) for p in pools) for _ in range(2))
         pages = pools[0].shape[0]
@@ -229,7 +229,7 @@ class InjectionCase:
         def run(pools, features, weights, norms, table, start, count):
             for call in range(CALLS):
                 own = weights[call % len(weights)]
-                pools = inject(features, own, norms, *pools, table, start, count)
+                pools = inject(features[call], own, norms, *pools, table, start, count)
             return pools
 
         operands = (
@@ -318,12 +318,10 @@ def time_case(name: str, case: Case, ceilings: Ceilings, *, tune: bool) -> dict[
             (str(tiles), partial(case.program, platform, tiles))
             for tiles in TILES[case.op, platform]
         ]
-    # Side by side: compiling is most of a run's time.
-    with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
-        made = [(label, pool.submit(make)) for label, make in programs]
-    for label, program in made:
+    # One after the other: XLA chooses its products by timing them while it compiles.
+    for label, make in programs:
         try:
-            taken = seconds(program.result()) / CALLS
+            taken = seconds(make()) / CALLS
         except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
             print(f"{name:40} {label:14} refused: {str(error).splitlines()[0][:120]}", flush=True)
             result["us"][label] = None
