@@ -26,8 +26,8 @@ def product(
     )
 
 
-def three_parts(interpret: bool) -> lax.Precision | lax.DotAlgorithmPreset:
-    """How a GPU's matrix unit multiplies float32: each factor in three parts of TF32, which is
-    float32 but for its last bit or two. Its units for scalars would take thirty times as long; the
-    interpreter, on a CPU, has nothing else."""
+def tf32_x3(interpret: bool) -> lax.Precision | lax.DotAlgorithmPreset:
+    """How a GPU's matrix unit multiplies float32: each factor as a sum of two TF32 parts, and three
+    of their four products, which is float32 but for its last bit or two. Its scalar units took 14
+    times as long (LOG.md); the interpreter, on a CPU, has nothing else."""
     return lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3

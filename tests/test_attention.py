@@ -135,7 +135,7 @@ def test_a_block_attends_to_its_context_and_itself(window, causal, tiles) -> Non
     context = draws(Z, S, K, H, seed=8), draws(Z, S, K, H, seed=9)
 
     def tiled(q, k, v, context):
-        return block_attend(ROWS, anchors, B, tiles, window, causal)(context, q, k, v)
+        return block_attend(ROWS, anchors, B, tiles, "tiles", window, causal)(context, q, k, v)
 
     segments, positions = np.asarray(ROWS.segments), np.asarray(ROWS.positions)
     visible = np.zeros((Z * 4, B, S + B), bool)

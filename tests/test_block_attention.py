@@ -17,6 +17,7 @@ from triton_ir import triton_kernels
 
 from pallas_kernels import block_attention, row_width
 from pallas_kernels.block_attention import gpu, tpu
+from pallas_kernels.block_attention.masks import HIDDEN
 from pallas_kernels.block_attention.portable import CHUNK_TOKENS
 from pallas_kernels.block_attention.shapes import SHAPES as NAMED
 
@@ -275,6 +276,35 @@ def test_the_gpu_kernel_lowers(name: str) -> None:
     options = {"causal": shape.causal, "window": shape.window, "soft_cap": shape.soft_cap}
     traced = attend.trace(*shape.abstract("gpu"), **options, implementation="gpu")
     assert triton_kernels(traced.lower(lowering_platforms=("cuda",)))
+
+
+@pytest.mark.parametrize("splits", [2, 3, 33, 40])
+def test_shares_are_merged_by_their_weights(splits: int) -> None:
+    """A part of the last chunk does not exist; one share has no keys at all."""
+    rng = np.random.default_rng(splits)
+    shares = rng.standard_normal((splits, 2, 3, 4, 24)).astype(np.float32)
+    logs = rng.uniform(-9, 9, shares.shape[:-1]).astype(np.float32)
+    logs[1] = HIDDEN
+    merged = gpu._merge(jnp.asarray(shares), jnp.asarray(logs), jnp.float32, not ON_GPU)
+    weights = np.exp(logs.astype(np.float64) - logs.max(0))
+    expected = (shares * (weights / weights.sum(0))[..., None]).sum(0)
+    np.testing.assert_allclose(merged, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, "bfloat16"), (128, "float32"), (256, "float32")]
+)
+def test_default_tiles_fit_into_the_chip(kind: str, head_dim: int, dtype: str) -> None:
+    limit = {"NVIDIA H200": 227, "NVIDIA A100-SXM4-80GB": 163, "NVIDIA L4": 99}[kind] * 1024
+    for tokens in (1, 16, 512):
+        tiles = gpu.default_tiles(kind, tokens, head_dim, dtype)
+        row = head_dim * jnp.dtype(dtype).itemsize
+        held = row * (tiles.query_rows + 2 * tiles.stages * tiles.keys)
+        assert held <= limit or tiles.keys == 16
+    assert (
+        gpu.default_tiles("NVIDIA H200", 16, 128, "bfloat16") == gpu.TUNED["NVIDIA H200"]["block"]
+    )
 
 
 def test_the_gpu_kernel_reaches_every_page_or_says_so() -> None:

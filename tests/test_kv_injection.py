@@ -134,9 +134,10 @@ def test_one_segment_of_many_pages(start: int) -> None:
 
 
 @by_name
-def test_bfloat16(implementation: str) -> None:
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_bfloat16(implementation: str, tokens: int) -> None:
     """Norm and rotation are float32 inside; only the ends are rounded (8 bits, three times)."""
-    ops = operands(1, jnp.bfloat16, platform=implementation, page=16)
+    ops = operands(1, jnp.bfloat16, platform=implementation, tokens=tokens, page=16)
     got = run(implementation, ops)
     expected = oracle(ops)
     for ours, theirs in zip(jax.tree.leaves(got), (*expected[0], *expected[1]), strict=True):
@@ -145,10 +146,11 @@ def test_bfloat16(implementation: str) -> None:
 
 
 @by_name
+@pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_narrow_pages(implementation: str, dtype: str) -> None:
+def test_narrow_pages(implementation: str, dtype: str, tokens: int) -> None:
     """Values over their head's scale, to the nearest, and to the type's end past it."""
-    ops = operands(2, platform=implementation, page=32)
+    ops = operands(2, platform=implementation, tokens=tokens, page=32)
     wide = oracle(ops)
     scales = np.random.default_rng(0).uniform(0.02, 0.05, (2, LAYERS, HEADS[0]))
     scales = scales.astype(np.float32)

@@ -1,21 +1,26 @@
 """The forward kernel of training's attention against the dense matrix, and in its place there."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh
 from triton_ir import triton_kernels
 
 from pallas_kernels import range_attention
 from pallas_kernels.range_attention import gpu
 from pallas_kernels.range_attention.api import NOTHING
-from train.attention import Ranges, Tiles, tiles_on
+from train.attention import Forward, Ranges, Tiles, forward_on
 from train.attention import range_attention as trained
 
 ON_GPU = jax.default_backend() == "gpu"
 TILES = gpu.Tiles(query_rows=32, keys=16)
+OPTIONS = {"implementation": "gpu", "tiles": TILES, "interpret": not ON_GPU}
 SHAPES = [(2, 17, 23, 2, 3, 8), (1, 70, 70, 1, 4, 64), (2, 33, 40, 2, 1, 80)]
 
 
@@ -38,31 +43,42 @@ def tensors(shape: tuple[int, ...], seed: int, dtype=jnp.float32):
 def test_the_kernel_equals_the_dense_matrix(shape: tuple[int, ...], seed: int) -> None:
     operands = tensors(shape, seed)
     expected = range_attention(*operands, implementation="reference")
-    got = range_attention(*operands, implementation="gpu", tiles=TILES, interpret=not ON_GPU)
+    got = range_attention(*operands, **OPTIONS)
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
     assert np.all(np.asarray(got[1])[np.asarray(operands[4] <= operands[3])] == NOTHING)
 
 
-def test_bfloat16_is_the_rounded_float32_result() -> None:
+@pytest.mark.parametrize("implementation", ["reference", "gpu"])
+def test_bfloat16_is_the_rounded_float32_result(implementation: str) -> None:
     operands = tensors(SHAPES[1], 0, jnp.bfloat16)
     wide = [x.astype(jnp.float32) for x in operands[:3]]
     expected = range_attention(*wide, *operands[3:], implementation="reference")[0]
-    got = range_attention(*operands, implementation="gpu", tiles=TILES, interpret=not ON_GPU)[0]
+    options = OPTIONS if implementation == "gpu" else {"implementation": implementation}
+    got = range_attention(*operands, **options)[0]
     np.testing.assert_allclose(np.asarray(got, np.float32), expected, rtol=0, atol=2e-2)
+
+
+def test_a_range_may_end_past_the_keys() -> None:
+    q, k, v, start, stop = tensors(SHAPES[0], 2)
+    past = jnp.where(stop == k.shape[1], stop + 9, stop)
+    for options in ({"implementation": "reference"}, OPTIONS):
+        got = range_attention(q, k, v, start, past, **options)
+        for ours, theirs in zip(got, range_attention(q, k, v, start, stop, **options), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def test_gradients_are_the_same_whatever_ran_forward() -> None:
     q, k, v, start, stop = tensors(SHAPES[0], 1)
 
-    def loss(tiles: Tiles):
+    def loss(forward: Forward):
         def scalar(q, k, v):
-            out, log_sum = trained(q, k, v, Ranges(start, stop), tiles)
+            out, log_sum = trained(q, k, v, Ranges(start, stop), Tiles(), forward)
             return (out**2).sum() + jnp.where(log_sum > NOTHING, log_sum, 0).sum()
 
         return jax.grad(scalar, (0, 1, 2))(q, k, v)
 
-    for ours, theirs in zip(loss(Tiles(forward="reference")), loss(Tiles()), strict=True):
+    for ours, theirs in zip(loss("reference"), loss("tiles"), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
@@ -79,8 +95,13 @@ def test_the_kernel_lowers(shape: tuple[int, ...]) -> None:
 
 
 def test_only_one_gpu_takes_the_kernel() -> None:
-    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
-    assert tiles_on(mesh) == Tiles()
+    def mesh(*platforms: str):
+        devices = np.array([SimpleNamespace(platform=platform) for platform in platforms])
+        return cast(Mesh, SimpleNamespace(devices=devices))
+
+    assert forward_on(mesh("gpu")) == "gpu"
+    assert forward_on(mesh("gpu", "gpu")) == forward_on(mesh("cpu")) == "tiles"
+    assert forward_on(mesh("tpu")) == "tiles"
 
 
 def test_the_front_door_names_what_does_not_fit() -> None:

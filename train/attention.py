@@ -8,7 +8,7 @@ Letters: Z rows, S tokens a row, T queries a row; N = K * G query heads.
 """
 
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,23 +30,24 @@ class Ranges(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Most queries and keys whose scores exist at a time, of every row and head. ``forward``: by
-    which implementation of ``pallas_kernels.range_attention`` the forward pass runs, in place of
-    these tiles."""
+    """Most queries and keys whose scores exist at a time, of every row and head."""
 
     queries: int = 1024
     keys: int = 1024
-    forward: str | None = None
 
 
 TILES = Tiles()
 
 
-def tiles_on(mesh: Mesh, tiles: Tiles = TILES) -> Tiles:
-    """The same with a kernel for the forward pass where there is one: on one GPU. A mesh would
-    have to gather a kernel's operands."""
+Forward = Literal["tiles", "reference", "gpu"]
+"""How the forward pass runs: in ``Tiles``, or by an implementation of
+``pallas_kernels.range_attention``. The backward pass runs in tiles."""
+
+
+def forward_on(mesh: Mesh) -> Forward:
+    """The kernel on one GPU; a mesh of several would have to gather a kernel's operands."""
     alone = mesh.devices.size == 1 and mesh.devices.flat[0].platform == "gpu"
-    return tiles._replace(forward="gpu") if alone else tiles
+    return "gpu" if alone else "tiles"
 
 
 def causal_ranges(rows: PackedRows) -> Ranges:
@@ -79,22 +80,23 @@ def range_attention(
     v: Float[Array, "Z S K H"],
     ranges: Ranges,
     tiles: Tiles = TILES,
+    forward: Forward = "tiles",
 ) -> tuple[Float[Array, "Z T N H"], Float[Array, "Z T N"]]:
     """(softmax(q k / sqrt(H)) v over each query's range, log-sum-exp of its scores in float32).
 
     A query whose range is empty gets zeros and ``NOTHING``.
     """
-    return cast(tuple[Array, Array], _range_attention(q, k, v, ranges, tiles))
+    return cast(tuple[Array, Array], _range_attention(q, k, v, ranges, tiles, forward))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _range_attention(q, k, v, ranges: Ranges, tiles: Tiles):
-    return _forward(q, k, v, ranges, tiles)
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _range_attention(q, k, v, ranges: Ranges, tiles: Tiles, forward: Forward):
+    return _forward(q, k, v, ranges, tiles, forward)
 
 
-def _forward(q, k, v, ranges: Ranges, tiles: Tiles):
-    if tiles.forward is not None:
-        return kernels.range_attention(q, k, v, *ranges, implementation=tiles.forward)
+def _forward(q, k, v, ranges: Ranges, tiles: Tiles, forward: Forward):
+    if forward != "tiles":
+        return kernels.range_attention(q, k, v, *ranges, implementation=forward)
     grid = _Grid(q, k, tiles)
     k, v = grid.keys(k), grid.keys(v)
 
@@ -130,12 +132,12 @@ def _forward(q, k, v, ranges: Ranges, tiles: Tiles):
     return grid.join(out), grid.join(log_sum[..., None])[..., 0]
 
 
-def _forward_saving(q, k, v, ranges, tiles):
-    out, log_sum = _forward(q, k, v, ranges, tiles)
+def _forward_saving(q, k, v, ranges, tiles, forward):
+    out, log_sum = _forward(q, k, v, ranges, tiles, forward)
     return (out, log_sum), (q, k, v, ranges, out, log_sum)
 
 
-def _backward(tiles: Tiles, saved, cotangents):
+def _backward(tiles: Tiles, _: Forward, saved, cotangents):
     q, k, v, ranges, out, log_sum = saved
     d_out, d_log_sum = cotangents
     grid = _Grid(q, k, tiles)
@@ -252,12 +254,12 @@ class _Grid:
         return jax.lax.scan(one_tile, carry, operands)
 
 
-def packed_attend(rows: PackedRows, tiles: Tiles = TILES) -> Attend:
+def packed_attend(rows: PackedRows, tiles: Tiles = TILES, forward: Forward = "tiles") -> Attend:
     """The ``attend`` of a causal model over packed documents that never see each other."""
     ranges = causal_ranges(rows)
 
     def attend(_: int, q: Array, k: Array, v: Array) -> Array:
-        return range_attention(q, k, v, ranges, tiles)[0]
+        return range_attention(q, k, v, ranges, tiles, forward)[0]
 
     return attend
 
@@ -267,6 +269,7 @@ def block_attend(
     anchors: Int[Array, "Z A"],
     block_size: int,
     tiles: Tiles,
+    forward: Forward,
     window: int | None,
     causal: bool,
 ) -> BlockAttend:
@@ -278,7 +281,9 @@ def block_attend(
     def attend(context_kv: KV, q: Array, k: Array, v: Array) -> Array:
         heads, dim = q.shape[2:]
         per_row = (anchors.shape[0], -1, heads, dim)
-        context, context_sum = range_attention(q.reshape(per_row), *context_kv, ranges, tiles)
+        context, context_sum = range_attention(
+            q.reshape(per_row), *context_kv, ranges, tiles, forward
+        )
         own, own_sum = _own_block(q, k, v, causal=causal, window=window)
         context = context.reshape(q.shape).astype(jnp.float32)
         context_sum = context_sum.reshape(q.shape[:-1])

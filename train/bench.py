@@ -19,7 +19,7 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
 from dflash_jax.sharding import Sharding
-from train.attention import tiles_on
+from train.attention import forward_on
 from train.flops import StepFlops, forward_flops, step_flops
 from train.objective import target_output
 from train.recipes import Recipe
@@ -93,12 +93,12 @@ def bench_step(
             advance()
 
     part = full_rows(pair, loop.batch_rows // loop.accumulation, recipe.row_length)
-    objective, tiles = loop.objective, tiles_on(sharding.mesh, loop.objective.tiles)
+    objective, attention = loop.objective, forward_on(sharding.mesh)
 
     @jax.jit
     def features(target: Params, rows: PackedRows):
         bound = frozen.bind(target)
-        return target_output(bound, rows, pair.taps, tiles).features
+        return target_output(bound, rows, pair.taps, objective.tiles, attention).features
 
     validate = make_validation(pair, objective)
     counted = {

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
-from train.attention import TILES, Tiles, tiles_on
+from train.attention import TILES, Tiles, forward_on
 from train.batches import on_mesh
 from train.files import write_whole
 from train.objective import target_output
@@ -94,11 +94,11 @@ def write_features(
     multihost_utils.sync_global_devices("features begin")
     _check(folder, contract)
     frozen, taps, placement = FrozenTarget.of(pair), pair.taps, rows_placement(pair)
-    tiles = tiles_on(pair.sharding.mesh, tiles)
+    forward = forward_on(pair.sharding.mesh)
 
     @partial(jax.jit, out_shardings=placement)  # rows whole: a shard is written as it is
     def features_of(rows: PackedRows, params: Params):
-        return target_output(frozen.bind(params), rows, taps, tiles).features
+        return target_output(frozen.bind(params), rows, taps, tiles, forward).features
 
     todo = [row for row in range(len(dataset)) if not _path(folder, row).is_file()]
     multihost_utils.sync_global_devices("features counted")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dflash_jax.models import TargetOutput
-from train.attention import TILES, Tiles, block_attend, packed_attend
+from train.attention import TILES, Forward, Tiles, block_attend, packed_attend
 from train.losses import Labels, LossConfig, Metrics, block_loss
 from train.rows import PackedRows
 from train.stacked import BoundDraft, Target
@@ -33,7 +33,7 @@ class ObjectiveConfig:
     def __post_init__(self):
         if self.anchors < 1:
             raise ValueError(f"objective.anchors must be at least 1, got {self.anchors}")
-        if min(self.tiles[:2]) < 1:
+        if min(self.tiles) < 1:
             raise ValueError(f"objective.tiles must be at least 1, got {tuple(self.tiles)}")
 
 
@@ -46,10 +46,14 @@ class Blocks(NamedTuple):
 
 
 def target_output(
-    target: Target, rows: PackedRows, taps: tuple[int, ...], tiles: Tiles = TILES
+    target: Target,
+    rows: PackedRows,
+    taps: tuple[int, ...],
+    tiles: Tiles = TILES,
+    forward: Forward = "tiles",
 ) -> TargetOutput:
     """The frozen target over packed documents: its taps, and its final hidden states."""
-    output = target(rows.tokens, rows.positions, packed_attend(rows, tiles), taps)
+    output = target(rows.tokens, rows.positions, packed_attend(rows, tiles, forward), taps)
     return jax.tree.map(jax.lax.stop_gradient, output)
 
 
@@ -118,13 +122,15 @@ def objective(
     output: TargetOutput,
     keys: PRNGKeyArray,
     config: ObjectiveConfig,
+    forward: Forward = "tiles",
 ) -> Metrics:
-    """Loss sums of one batch; the loss is weighted_loss / weight. ``keys`` [Z]: one a row."""
+    """Loss sums of one batch; the loss is weighted_loss / weight. ``keys`` [Z]: one a row;
+    ``forward``: of attention."""
     settings = draft.config
     context = draft.context(output.features)
     anchors, keep = sample_anchors(keys, rows, config.anchors)
     blocks = blocks_at(rows, anchors, keep, settings.block_size)
-    hidden = draft_blocks(draft, target, rows, context, blocks, config)
+    hidden = draft_blocks(draft, target, rows, context, blocks, config, forward)
     teacher = None
     if config.loss.kl:
         # The target's draw for position a + k is made at a + k - 1.
@@ -143,6 +149,7 @@ def draft_blocks(
     context: Float[Array, "Z S D"],
     blocks: Blocks,
     config: ObjectiveConfig,
+    forward: Forward = "tiles",
 ) -> Float[Array, "Z A b D"]:
     """The draft's hidden states of every block [anchor, MASK, ...]."""
     settings = draft.config
@@ -156,7 +163,7 @@ def draft_blocks(
     def flat(x):
         return x.reshape(batch * num_anchors, settings.block_size)
 
-    attend = partial(block_attend, rows, blocks.anchors, settings.block_size, config.tiles)
+    attend = partial(block_attend, rows, blocks.anchors, settings.block_size, config.tiles, forward)
     embedded, positions = target.embed(flat(tokens)), flat(positions)
     hidden = draft(embedded, positions, context, rows.positions, attend, remat=config.remat)
     return hidden.reshape(batch, num_anchors, settings.block_size, -1)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.decoder import Pair
 from dflash_jax.functional import Params
 from dflash_jax.models import TargetOutput
-from train.attention import tiles_on
+from train.attention import forward_on
 from train.losses import Metrics
 from train.objective import ObjectiveConfig, objective, target_output
 from train.rows import PackedRows
@@ -206,19 +206,18 @@ def _optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 def _loss_sum(pair: Pair, config: ObjectiveConfig):
     """(masters, target params, rows, keys, features or None) -> (loss sum, metrics)."""
     stacked_draft, frozen, taps = StackedDraft.of(pair), FrozenTarget.of(pair), pair.taps
-    tiles = tiles_on(pair.sharding.mesh, config.tiles)
-    config = dataclasses.replace(config, tiles=tiles)
+    forward = forward_on(pair.sharding.mesh)
 
     def loss(masters, target_params, rows: PackedRows, keys, features):
         compute = {name: value.astype(pair.dtype) for name, value in masters.items()}
         draft, target = stacked_draft.bind(compute), frozen.bind(target_params)
         if features is None:
-            output = target_output(target, rows, taps, tiles)
+            output = target_output(target, rows, taps, config.tiles, forward)
         elif config.loss.kl:
             raise ValueError("loss.kl needs the target in every step, not its features from disk")
         else:  # offline: what a step of this very target has written (features.py)
             output = TargetOutput(features[..., :0], features)
-        metrics = objective(draft, target, rows, output, keys, config)
+        metrics = objective(draft, target, rows, output, keys, config, forward)
         return metrics.weighted_loss, metrics
 
     return loss

@@ -53,9 +53,10 @@ def block_attention(
     float32; the result has q's dtype. Pages may be int8 or float8 under a bfloat16 or float32 q: a
     page's value times its head's ``k_scale`` or ``v_scale`` (default 1) is what was stored.
 
-    ``implementation``: "auto" takes the kernel on a TPU and "portable" elsewhere; "reference" and
-    "portable" run anywhere, "tpu" and "gpu" are kernels for these, and with ``interpret`` run
-    (slowly) on a CPU. ``tiles``: the sizes of the kernel named, default its ``Tiles()``.
+    ``implementation``: "auto" takes the kernel on a TPU and on a GPU and "portable" on a CPU;
+    "reference" and "portable" run anywhere, "tpu" and "gpu" are kernels for these, and with
+    ``interpret`` run (slowly) on a CPU. ``tiles``: the sizes of the kernel named; the default
+    depends on the chip. The GPU kernel multiplies float32 in TF32 parts (``product.tf32_x3``).
 
     Raises ValueError where shapes or dtypes disagree or the implementation does not take them.
     """

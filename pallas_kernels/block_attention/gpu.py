@@ -17,8 +17,8 @@ from jax.experimental.pallas import triton
 from pallas_kernels.block_attention.masks import HIDDEN, check_head_dim, first_visible
 from pallas_kernels.paging import check_triton_offsets
 from pallas_kernels.platform import chip
-from pallas_kernels.product import product, three_parts
-from pallas_kernels.tiles import check_sizes
+from pallas_kernels.product import product, tf32_x3
+from pallas_kernels.tiles import check_sizes, fit_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Tiles:
 
 TUNED = {"NVIDIA H200": {"block": Tiles(stages=5), "chunk": Tiles(stages=3)}}
 """By chip (``pallas_kernels.platform``), the best of ``python -m pallas_kernels.bench --tune``: for
-blocks that are one step of keys, and for chunks of a prompt. Other chips take the first's."""
+blocks that are one step of keys, and for chunks of a prompt. Other chips take the first's, with
+fewer keys where they do not fit."""
 
 
-def default_tiles(kind: str, tokens: int, head_dim: int) -> Tiles:
+def default_tiles(kind: str, tokens: int, head_dim: int, dtype) -> Tiles:
     tuned = TUNED.get(kind, TUNED["NVIDIA H200"])
     tiles = tuned["block" if tokens <= tuned["block"].keys else "chunk"]
-    # Wide heads: a step of keys has to stay as many bytes as it was measured with.
-    return tiles if head_dim <= 128 else dataclasses.replace(tiles, keys=tiles.keys // 2)
+    return fit_keys(tiles, kind, head_dim, jnp.dtype(dtype).itemsize)
 
 
 def block_attention(
@@ -73,7 +73,7 @@ def block_attention(
     not reach and for heads past the kernels'."""
     check_triton_offsets("block_attention", k_pages)
     check_head_dim(q.shape[-1])
-    tiles = tiles or default_tiles(chip().kind, q.shape[1], q.shape[3])
+    tiles = tiles or default_tiles(chip().kind, q.shape[1], q.shape[3], q.dtype)
     batch, tokens, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
     groups = heads // kv_heads
@@ -91,7 +91,7 @@ def block_attention(
         window=window,
         scale=scale,
         soft_cap=soft_cap,
-        float32=three_parts(interpret),
+        float32=tf32_x3(interpret),
     )
     share = jax.ShapeDtypeStruct((splits, *q.shape), q.dtype if splits == 1 else jnp.float32)
     weight = jax.ShapeDtypeStruct((splits, *q.shape[:3]), jnp.float32)

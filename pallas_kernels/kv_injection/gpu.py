@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton
 from pallas_kernels.narrow import to_page_dtype
 from pallas_kernels.paging import check_triton_offsets
 from pallas_kernels.platform import chip
-from pallas_kernels.product import product, three_parts
+from pallas_kernels.product import product, tf32_x3
 from pallas_kernels.tiles import check_sizes
 
 
@@ -37,18 +37,24 @@ class Tiles:
     heads: int = 2
 
     def __post_init__(self):
-        check_sizes(self, powers=("rows", "depth", "warps"), multiples_of_16=("rows", "depth"))
+        check_sizes(
+            self,
+            powers=("rows", "depth", "warps"),
+            multiples_of_16=("rows", "depth"),
+            may_be_0=("fused_rows",),
+        )
 
 
 TUNED = {"NVIDIA H200": Tiles()}
 """By chip (``pallas_kernels.platform``), the best of ``python -m pallas_kernels.bench --tune``.
-Other chips take the first's."""
+On other chips XLA projects from the first row on: finishing needs no shared memory."""
 
 
 def default_tiles(kind: str, dtype) -> Tiles:
-    tiles = TUNED.get(kind, TUNED["NVIDIA H200"])
-    # A float32 product here takes three passes; XLA's is faster from the first row on.
-    return dataclasses.replace(tiles, fused_rows=1) if dtype == jnp.float32 else tiles
+    # A float32 product here takes three passes: XLA's is faster.
+    if kind in TUNED and dtype != jnp.float32:
+        return TUNED[kind]
+    return dataclasses.replace(TUNED["NVIDIA H200"], fused_rows=0)
 
 
 def kv_injection(
@@ -66,7 +72,7 @@ def kv_injection(
         rows, heads = max(16, pl.next_power_of_2(num_rows)), 1
         sources, sums_of = (
             (features.reshape(num_rows, dim), weights),
-            _projected_by(tiles.depth, three_parts(interpret)),
+            _projected_by(tiles.depth, tf32_x3(interpret)),
         )
     else:
         rows, heads = tiles.rows, math.gcd(tiles.heads, kv_heads)

@@ -51,4 +51,4 @@ def range_attention(
         "range_attention", implementation, IMPLEMENTATIONS, AUTO, KERNELS,
         tiles=tiles, interpret=interpret,
     )  # fmt: skip
-    return run(q, k, v, start, stop, nothing=NOTHING)
+    return run(q, k, v, start, jnp.minimum(stop, k.shape[1]), nothing=NOTHING)

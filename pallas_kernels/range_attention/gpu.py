@@ -10,8 +10,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.product import product, three_parts
-from pallas_kernels.tiles import check_sizes
+from pallas_kernels.platform import chip
+from pallas_kernels.product import product, tf32_x3
+from pallas_kernels.tiles import check_sizes, fit_keys
+
+MAX_HEAD_DIM = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +32,13 @@ class Tiles:
 
 
 def range_attention(q, k, v, start, stop, *, nothing, tiles: Tiles | None = None, interpret=False):
-    """The contract of ``range_attention.api``."""
-    tiles = tiles or Tiles()
+    """The contract of ``range_attention.api``. Raises ValueError for heads past the kernels'."""
+    if q.shape[-1] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"range_attention: head_dim {q.shape[-1]} is over the kernel's {MAX_HEAD_DIM}; "
+            "implementation 'reference' takes any"
+        )
+    tiles = tiles or fit_keys(Tiles(), chip().kind, q.shape[-1], q.dtype.itemsize)
     batch, tokens, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     groups = heads // kv_heads
@@ -41,7 +49,7 @@ def range_attention(q, k, v, start, stop, *, nothing, tiles: Tiles | None = None
         tile_tokens=tile_tokens,
         scale=head_dim**-0.5,
         nothing=nothing,
-        float32=three_parts(interpret),
+        float32=tf32_x3(interpret),
     )
     return pl.pallas_call(
         body,

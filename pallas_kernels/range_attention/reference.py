@@ -22,6 +22,7 @@ def range_attention(q, k, v, start, stop, *, nothing):
     log_sum = jax.nn.logsumexp(scores, axis=-1)
     some = log_sum > -jnp.inf
     weights = jnp.where(some[..., None], jnp.exp(scores - log_sum[..., None]), 0)
-    out = jnp.einsum("ZTKGS,ZSKH->ZTKGH", weights, v, precision=lax.Precision.HIGHEST)
+    values = v.astype(jnp.float32)
+    out = jnp.einsum("ZTKGS,ZSKH->ZTKGH", weights, values, precision=lax.Precision.HIGHEST)
     log_sum = jnp.where(some, log_sum, nothing)
     return out.reshape(q.shape).astype(q.dtype), log_sum.reshape(q.shape[:-1])

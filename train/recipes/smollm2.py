@@ -3,10 +3,10 @@
     python -m train.prompts --wheels DIR --out prompts.jsonl --eval-out eval.jsonl
     python -m train smollm2 --prompts prompts.jsonl --evaluation eval.jsonl --work out/smollm2
 
-Hardware and time: one H200, about 6 minutes of answers and 12 of training (--seconds). Expected
-tau: not known yet. The draft that ships is older than this recipe: it came from random weights, in
-two runs of larger batches (its model card says which, and what it reached); LOG.md says why this
-should do better.
+Hardware and time: one H200, about 6 minutes of answers and 5 of training (--seconds 270). Tau
+reached with 4.3 M tokens of answers, b = 16, greedy and T = 1: HumanEval 2.78 and 1.99, MT-Bench
+2.12 and 1.68, GSM8K 2.70 and 1.84. It stopped gaining on held-out rows for want of data, not of
+time (LOG.md): longer runs want more answers (self_written).
 """
 
 from dflash_jax.engine import EngineConfig
@@ -45,9 +45,9 @@ SMOLLM2 = Recipe(
     ),
     row_length=512,
     loop=LoopConfig(
-        objective=ObjectiveConfig(anchors=64, loss=LossConfig(gamma=4.0)),
+        objective=ObjectiveConfig(anchors=64, loss=LossConfig(gamma=4.0, kl=1.0)),
         batch_rows=16,
-        optimizer=OptimizerConfig(learning_rate=1e-3),
+        optimizer=OptimizerConfig(kind="muon", learning_rate=2.5e-3),
         steps=20_000,
     ),
     held_out_share=0.005,
