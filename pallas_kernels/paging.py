@@ -31,10 +31,20 @@ def row_width(head_dim: int, platform: str) -> int:
 def check_rows(
     op: str, batch: int, page_table: Int[Array, "B pages"], **vectors: Int[Array, "B"]
 ) -> None:
-    """Raises ValueError for a page table, or for what else a row has one of, of another batch."""
+    """Raises ValueError for a page table, or for what else a row has one of, of another batch or
+    not of int32."""
+    integers = {"page_table": page_table, **vectors}
     if page_table.shape[:1] != (batch,) or any(x.shape != (batch,) for x in vectors.values()):
-        shapes = [f"{name} {x.shape}" for name, x in {"page_table": page_table, **vectors}.items()]
+        shapes = [f"{name} {x.shape}" for name, x in integers.items()]
         raise ValueError(f"{op}: {', '.join(shapes[:-1])} and {shapes[-1]} must have {batch} rows")
+    check_int32(op, **integers)
+
+
+def check_int32(op: str, **integers: Int[Array, "..."]) -> None:
+    """Raises ValueError for what is of another dtype once JAX has it: kernels count in int32."""
+    for name, x in integers.items():
+        if (dtype := jnp.result_type(x)) != jnp.int32:
+            raise ValueError(f"{op}: {name} {dtype} must be int32")
 
 
 def check_triton_offsets(op: str, pool: Num[Array, "P K page W"]) -> None:

@@ -247,6 +247,24 @@ def test_narrow_pages(implementation: Implementation, dtype: str) -> None:
 
 
 @by_name
+def test_scales_of_few_bits_are_multiplied_in_full(implementation: Implementation) -> None:
+    """``scale`` times a bfloat16 ``k_scale`` is no bfloat16 where H is no power of four."""
+    shape = dataclasses.replace(KERNEL_SHAPES[2], page_size=32, width=2)
+    case = Case(shape, (64, 33, 3), True, None, 6)
+    (q, k, v, *pools, table, lengths), _ = tensors(case, platform=implementation.platform)
+    pools = [jnp.round(40 * jnp.nan_to_num(pool)).astype(jnp.int8) for pool in pools]
+    scale = jnp.asarray([0.0234], jnp.bfloat16)
+
+    def run(scale: jax.Array, **options) -> jax.Array:
+        operands = (3 * q, k, v, *pools, table, lengths)
+        return attend(*operands, causal=True, k_scale=scale, v_scale=scale, **options)
+
+    expected = run(scale.astype(jnp.float32), implementation="reference")
+    got = run(scale, **implementation.options)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE)
+
+
+@by_name
 def test_scale_and_soft_cap(implementation: Implementation) -> None:
     operands, _ = tensors(COMMON, platform=implementation.platform)
     options = {"causal": True, **implementation.options}
@@ -360,6 +378,8 @@ def test_the_front_door_names_what_does_not_fit() -> None:
         ({"v_pages": v_pages[1:]}, "do not fit k"),
         ({"table": table[1:]}, "must have 3 rows"),
         ({"lengths": lengths[1:]}, "must have 3 rows"),
+        ({"lengths": lengths.astype(jnp.float32)}, "context_lengths float32 must be int32"),
+        ({"table": table.astype(jnp.int16)}, "page_table int16 must be int32"),
         ({"window": 0}, "window must be at least 1, got 0"),
         ({"soft_cap": 0.0}, "soft_cap must be above 0, got 0"),
         ({"q": q.astype(jnp.float16)}, "q float16, k float32, v float32 must be one of"),

@@ -192,6 +192,7 @@ def test_the_front_door_names_what_does_not_fit() -> None:
         ({"weights": ops["weights"][..., :8]}, r"should be \(2, 2, 2, 8, 16\)"),
         ({"features": ops["features"][..., :5]}, r"should be \(2, 2, 2, 8, 5\)"),
         ({"start": ops["start"][1:]}, "must have 3 rows"),
+        ({"count": ops["count"].astype(np.int16)}, "count int16 must be int32"),
         ({"features": ops["features"].astype(jnp.bfloat16)}, "features bfloat16, weights float32"),
         (
             {"inverse_frequencies": np.ones(5, np.float32)},

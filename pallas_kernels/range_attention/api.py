@@ -4,6 +4,7 @@ documents needs, forward."""
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.paging import check_int32
 from pallas_kernels.platform import select
 from pallas_kernels.range_attention import gpu, reference
 
@@ -47,8 +48,10 @@ def range_attention(
             f"range_attention: q {q.dtype}, k {k.dtype}, v {v.dtype} must be one of bfloat16 and "
             "float32"
         )
+    check_int32("range_attention", start=start, stop=stop)
     run = select(
         "range_attention", implementation, IMPLEMENTATIONS, AUTO, KERNELS,
         tiles=tiles, interpret=interpret,
     )  # fmt: skip
-    return run(q, k, v, start, jnp.minimum(stop, k.shape[1]), nothing=NOTHING)
+    start, stop = jnp.maximum(start, 0), jnp.minimum(stop, k.shape[1])
+    return run(q, k, v, start, stop, nothing=NOTHING)
