@@ -30,7 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_default_matmul_precision", "highest")
-    cache = config.cache.mkdir("jax_compilation") if config.cache else None
+    store = getattr(config, "cache", None)  # absent under -p no:cacheprovider
+    cache = store.mkdir("jax_compilation") if store else None
     jax.config.update("jax_compilation_cache_dir", str(cache) if cache else None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 

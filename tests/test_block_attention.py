@@ -292,8 +292,7 @@ def test_the_gpu_kernel_lowers(name: str) -> None:
     """Triton's rules (powers of two, what it cannot express) are checked without a GPU."""
     shape = NAMED[name]
     options = {"causal": shape.causal, "window": shape.window, "soft_cap": shape.soft_cap}
-    traced = attend.trace(*shape.abstract("gpu"), **options, implementation="gpu")
-    assert triton_kernels(traced.lower(lowering_platforms=("cuda",)))
+    assert triton_kernels(attend, *shape.abstract("gpu"), **options, implementation="gpu")
 
 
 @pytest.mark.parametrize("splits", [2, 3, 33, 40])
