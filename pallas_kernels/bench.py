@@ -55,7 +55,7 @@ TILES: dict[tuple[str, str], list[Any]] = {
         injection_gpu.Tiles(fused_rows, depth, warps, stages, rows, heads)
         for fused_rows, depth, warps, stages, rows, heads in (
             *itertools.product((256,), (64, 128), (4, 8), (4, 5, 6, 7), (16,), (1,)),
-            *itertools.product((1,), (64,), (4,), (1,), (16, 32), (1, 2, 4, 8)),
+            *itertools.product((0,), (64,), (4,), (1,), (16, 32), (1, 2, 4, 8)),
         )
     ],
     ("range_attention", "gpu"): [
