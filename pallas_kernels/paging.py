@@ -40,6 +40,13 @@ def check_rows(
     check_int32(op, **integers)
 
 
+def check_not_empty(op: str, **arrays: Array) -> None:
+    """Raises ValueError for what has no element: kernels have no program for nothing."""
+    for name, x in arrays.items():
+        if x.size == 0:
+            raise ValueError(f"{op}: {name} {x.shape} is empty")
+
+
 def check_int32(op: str, **integers: Int[Array, "..."]) -> None:
     """Raises ValueError for what is of another dtype once JAX has it: kernels count in int32."""
     for name, x in integers.items():

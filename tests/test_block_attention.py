@@ -371,6 +371,8 @@ def test_the_front_door_names_what_does_not_fit() -> None:
     huge |= {"v": huge["k"], **dict.fromkeys(wide, jnp.zeros((*k_pages.shape[:3], 512)))}
     for wrong, match in [
         ({"k": k[:, :-1]}, "does not fit k"),
+        ({"q": q[:, :0], "k": k[:, :0], "v": v[:, :0]}, r"q \(3, 0, 6, 8\) is empty"),
+        ({"table": table[:, :0]}, r"page_table \(3, 0\) is empty"),
         ({"v": v[..., :-1]}, "does not fit k"),
         ({"q": q[:, :, :5]}, "5 query heads are no multiple of 2"),
         ({"k_pages": k_pages[:, :1]}, "do not fit k"),

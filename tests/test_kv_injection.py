@@ -186,6 +186,7 @@ def test_the_front_door_names_what_does_not_fit() -> None:
     ops = operands(0)
     for wrong, match in [
         ({"k_norms": ops["k_norms"][:1]}, "one entry a layer"),
+        ({"features": ops["features"][:, :0]}, r"features \(3, 0, 16\) is empty"),
         ({"v_pages": ops["v_pages"][:1]}, "one entry a layer"),
         ({"k_pages": (ops["k_pages"][0], ops["k_pages"][1][1:])}, "alike in every layer"),
         ({"weights": ops["weights"][..., :8]}, r"should be \(2, 2, 2, 8, 16\)"),

@@ -110,6 +110,7 @@ def test_the_front_door_names_what_does_not_fit() -> None:
     q, k, v, start, stop = tensors(SHAPES[0], 0)
     for operands, match in [
         ((q, k[:, :, :, :4], v, start, stop), "does not fit k"),
+        ((q, k[:, :0], v[:, :0], start, stop), r"k \(2, 0, 2, 8\) is empty"),
         ((q[:, :, :5], k, v, start, stop), "5 query heads are no multiple of 2"),
         ((q, k, v, start[:, 1:], stop), r"should be \(2, 17\)"),
         ((q.astype(jnp.bfloat16), k, v, start, stop), "q bfloat16, k float32"),

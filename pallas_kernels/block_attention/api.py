@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.block_attention import gpu, portable, reference, tpu
 from pallas_kernels.narrow import NARROW_DTYPES
-from pallas_kernels.paging import check_rows
+from pallas_kernels.paging import check_not_empty, check_rows
 from pallas_kernels.platform import select
 
 IMPLEMENTATIONS = {
@@ -93,6 +93,7 @@ def block_attention(
 def _check(q, k, v, k_pages, v_pages, page_table, context_lengths, window, soft_cap) -> None:
     batch, tokens, heads, head_dim = q.shape
     kv_heads = k.shape[2]
+    check_not_empty("block_attention", q=q, k=k, page_table=page_table)
     if k.shape != (batch, tokens, kv_heads, head_dim) or v.shape != k.shape:
         raise ValueError(f"block_attention: q {q.shape} does not fit k {k.shape}, v {v.shape}")
     if heads % kv_heads:

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.kv_injection import gpu, reference, tpu
 from pallas_kernels.narrow import NARROW_DTYPES
-from pallas_kernels.paging import check_rows
+from pallas_kernels.paging import check_not_empty, check_rows
 from pallas_kernels.platform import select
 
 IMPLEMENTATIONS = {
@@ -87,6 +87,7 @@ def kv_injection(
 
 def _check(features, weights, k_norms, k_pages, v_pages, page_table, start, count) -> None:
     layers, batch, head_dim = len(k_pages), features.shape[0], k_norms.shape[-1]
+    check_not_empty("kv_injection", features=features, page_table=page_table)
     if not layers == len(v_pages) == weights.shape[0] == k_norms.shape[0] or layers == 0:
         raise ValueError("kv_injection: weights, norms and pages must have one entry a layer")
     pool = k_pages[0]

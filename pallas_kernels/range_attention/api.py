@@ -4,7 +4,7 @@ documents needs, forward."""
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paging import check_int32
+from pallas_kernels.paging import check_int32, check_not_empty
 from pallas_kernels.platform import select
 from pallas_kernels.range_attention import gpu, reference
 
@@ -34,6 +34,7 @@ def range_attention(
     differentiable. Raises ValueError where shapes or dtypes disagree.
     """
     (batch, tokens, heads, head_dim), kv_heads = q.shape, k.shape[2]
+    check_not_empty("range_attention", q=q, k=k)
     if k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, head_dim):
         raise ValueError(f"range_attention: q {q.shape} does not fit k {k.shape} and v {v.shape}")
     if heads % kv_heads:
