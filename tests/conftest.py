@@ -36,6 +36,14 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
+LONG = ("test_tiny", "test_distributed", "test_tpu_aot", "test_train", "test_laws")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: workers take files in this order, and the last one works alone."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 @pytest.fixture
 def compilation_cache(tmp_path: Path) -> Iterator[list[str]]:
     """The flags by which a command keeps the suite's own compilation cache, which is in force again
