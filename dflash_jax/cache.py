@@ -189,9 +189,7 @@ class WritingAttend:
         return KVPools(tuple(self._k), tuple(self._v))
 
 
-def repeat_heads(
-    rows: Float[Array, "... K H"], heads: int, axis: int = -2
-) -> Float[Array, "... R H"]:
+def repeat_heads(rows: Float[Array, "... K H"], heads: int) -> Float[Array, "... R H"]:
     """Repeat each kv head in place so that ``heads`` remain; a no-op without sharing."""
-    repeats = heads // rows.shape[axis]
-    return rows if repeats == 1 else jnp.repeat(rows, repeats, axis=axis)
+    repeats = heads // rows.shape[-2]
+    return rows if repeats == 1 else jnp.repeat(rows, repeats, axis=-2)

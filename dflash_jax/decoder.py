@@ -214,12 +214,16 @@ def injection_weights(pair: Pair, draft: Params) -> InjectionWeights:
     config = pair.draft_config
     heads = kv_heads(config, pair.sharding)
     attentions = [layer.self_attn for layer in pair.draft.bind(draft).layers]
+
+    def by_head(kernel: Float[Array, "D KH"]) -> Float[Array, "R H D"]:
+        per_head = kernel.reshape(-1, config.num_kv_heads, config.head_dim)
+        return repeat_heads(per_head, heads).transpose(1, 2, 0)
+
     weights = jnp.stack(
-        [jnp.stack([a.k_proj.kernel[...].T, a.v_proj.kernel[...].T]) for a in attentions]
+        [
+            jnp.stack([by_head(a.k_proj.kernel[...]), by_head(a.v_proj.kernel[...])])
+            for a in attentions
+        ]
     )
-    per_head = weights.reshape(
-        len(attentions), 2, config.num_kv_heads, config.head_dim, weights.shape[-1]
-    )
-    repeated = repeat_heads(per_head, heads, axis=2)
     norms = jnp.stack([a.k_norm.weight[...] for a in attentions])
-    return InjectionWeights(pair.sharding.constrain(repeated, *INJECTION), norms)
+    return InjectionWeights(pair.sharding.constrain(weights, *INJECTION), norms)

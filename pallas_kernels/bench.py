@@ -103,6 +103,11 @@ def seconds(program: Callable[[], Any], repeats: int = 15) -> float:
     return statistics.median(taken)
 
 
+def compiled(function, *operands) -> Callable[[], Any]:
+    """A jitted function on these operands, compiled now."""
+    return partial(function.lower(*operands).compile(), *operands)
+
+
 def random_like(rng: np.random.Generator, abstract) -> jax.Array:
     key = jax.random.key(int(rng.integers(2**31)))
     return jax.random.normal(key, abstract.shape, jnp.float32).astype(abstract.dtype)
@@ -151,7 +156,7 @@ class AttentionCase:
             return q
 
         operands = (self._q, self._k, self._v, *self._pools, self._tables, self._lengths)
-        return partial(run.lower(*operands).compile(), *operands)
+        return compiled(run, *operands)
 
     def rivals(self) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
         """Others' kernels where they do the same work, as programs to be made:
@@ -172,7 +177,7 @@ class AttentionCase:
                 return q
 
             operands = (self._q[:, 0], *pools, self._tables, self._lengths)
-            yield "pallas.ops", lambda: partial(paged.lower(*operands).compile(), *operands)
+            yield "pallas.ops", lambda: compiled(paged, *operands)
         if not shape.causal and shape.window is None:
             rng = np.random.default_rng(1)
             rows = (shape.batch, shape.context + shape.tokens, shape.kv_heads, shape.head_dim)
@@ -188,10 +193,7 @@ class AttentionCase:
                     q = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
                 return q
 
-            yield (
-                "cudnn (dense)",
-                lambda: partial(dense.lower(self._q, sets).compile(), self._q, sets),
-            )
+            yield "cudnn (dense)", lambda: compiled(dense, self._q, sets)
 
 
 class InjectionCase:
@@ -235,10 +237,10 @@ class InjectionCase:
         operands = (
             self._features, self._weights, self._norms, self._table, self._start, self._count,
         )  # fmt: skip
-        compiled = run.lower(self._pools, *operands).compile()
+        program = run.lower(self._pools, *operands).compile()
 
         def once():
-            self._pools = compiled(self._pools, *operands)
+            self._pools = program(self._pools, *operands)
             return self._pools
 
         return once
@@ -283,7 +285,7 @@ class RangeCase:
                 q = attend(q, k, v)
             return q
 
-        return partial(run.lower(*self._operands).compile(), *self._operands)
+        return compiled(run, *self._operands)
 
 
 Case = AttentionCase | InjectionCase | RangeCase

@@ -42,3 +42,15 @@ def fit_keys(tiles: TilesT, kind: str, head_dim: int, itemsize: int) -> TilesT:
     while sizes.keys > 16 and row * (sizes.query_rows + 2 * sizes.stages * sizes.keys) > limit:
         sizes = dataclasses.replace(sizes, keys=sizes.keys // 2)
     return sizes
+
+
+MAX_HEAD_DIM = 256
+
+
+def check_head_dim(op: str, head_dim: int, *, otherwise: str) -> None:
+    """Raises ValueError for heads that the kernels are not built for."""
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"{op}: head_dim {head_dim} is over the kernels' {MAX_HEAD_DIM}; "
+            f"implementation {otherwise!r} takes any"
+        )

@@ -14,11 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.block_attention.masks import HIDDEN, check_head_dim, first_visible
+from pallas_kernels.block_attention.masks import HIDDEN, first_visible
 from pallas_kernels.paging import check_triton_offsets
 from pallas_kernels.platform import chip
 from pallas_kernels.product import product, tf32_x3
-from pallas_kernels.tiles import check_sizes, fit_keys
+from pallas_kernels.tiles import check_head_dim, check_sizes, fit_keys
+from pallas_kernels.triton_tiles import QueryTile, iota
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ def block_attention(
     """The contract of ``block_attention.api``. Raises ValueError for pools that Triton's offsets do
     not reach and for heads past the kernels'."""
     check_triton_offsets("block_attention", k_pages)
-    check_head_dim(q.shape[-1])
+    check_head_dim("block_attention", q.shape[-1], otherwise="portable")
     tiles = tiles or default_tiles(chip().kind, q.shape[1], q.shape[3], q.dtype)
     batch, tokens, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
@@ -109,16 +110,15 @@ def block_attention(
 def _merge(shares, log_weights, dtype, interpret):
     """Sum [splits, B, T, N, H] shares, each with the weight that its log-sum-exp gives it."""
     splits, *_, head_dim = shares.shape
-
     chunk = min(32, pl.next_power_of_2(splits))
 
     def body(share_ref, log_ref, out_ref):
         row = pl.program_id(0)
-        dim = lax.broadcasted_iota(jnp.int32, (1, pl.next_power_of_2(head_dim)), 1)
+        dim = iota(pl.next_power_of_2(head_dim), 1)
         in_head = dim < head_dim
 
         def log_weights_of(first, size):
-            split = first + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+            split = first + iota(size, 0)
             exists = split < splits
             return split, exists, triton.load(log_ref.at[split, row], mask=exists, other=HIDDEN)
 
@@ -153,26 +153,12 @@ def _kernel(
     q_ref, k_ref, v_ref, k_pages, v_pages, page_table, lengths, k_scale, v_scale, out_ref, log_ref,
     *, tiles, tile_tokens, splits, causal, window, scale, soft_cap, float32,
 ):  # fmt: skip
-    _, tokens, heads, head_dim = q_ref.shape
+    tokens = q_ref.shape[1]
     kv_heads, page_size = k_pages.shape[1:3]
-    groups = heads // kv_heads
     split, tile = pl.program_id(0), pl.program_id(1)
     row, head = lax.div(pl.program_id(2), kv_heads), lax.rem(pl.program_id(2), kv_heads)
-    # Triton's blocks are powers of two, and its matrix unit takes 16 rows at least.
-    rows = max(16, pl.next_power_of_2(tile_tokens * groups))
-    dims = max(16, pl.next_power_of_2(head_dim))
     dtype = q_ref.dtype
-
-    def iota(size, axis):
-        shape = (size, 1) if axis == 0 else (1, size)
-        return lax.broadcasted_iota(jnp.int32, shape, axis)
-
-    dim = iota(dims, 1)
-    in_head = dim < head_dim
-    index = iota(rows, 0)
-    query = tile * tile_tokens + lax.div(index, groups)
-    real = (index < tile_tokens * groups) & (query < tokens)
-    query_head = head * groups + lax.rem(index, groups)
+    query, query_head, real, dim, in_head = QueryTile.of(q_ref, head, kv_heads, tile, tile_tokens)
     q = triton.load(q_ref.at[row, query, query_head, dim], mask=real & in_head, other=0)
     length = lengths[row]
 
@@ -221,9 +207,9 @@ def _kernel(
         return attend(carry, keys, values, position - length, position < length, page_factor)
 
     carry = (
-        jnp.full((rows, 1), HIDDEN, jnp.float32),
-        jnp.zeros((rows, 1), jnp.float32),
-        jnp.zeros((rows, dims), jnp.float32),
+        jnp.full(query.shape, HIDDEN, jnp.float32),
+        jnp.zeros(query.shape, jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
     )
     first, last = first_seen // tiles.keys, pl.cdiv(length, tiles.keys)
     per_split = pl.cdiv(jnp.maximum(last - first, 0), splits)

@@ -1,4 +1,4 @@
-"""What the two kernels share: who sees whom, and the heads that they take."""
+"""What the two kernels share: who sees whom."""
 
 import jax.numpy as jnp
 
@@ -10,15 +10,3 @@ weight that the first key it does see (itself, at the latest) scales to zero, an
 def first_visible(position, window: int | None):
     """The first position that a query at ``position`` sees, at least 0."""
     return 0 if window is None else jnp.maximum(position - window + 1, 0)
-
-
-MAX_HEAD_DIM = 256
-
-
-def check_head_dim(head_dim: int) -> None:
-    """Raises ValueError for heads that the kernels are not built for."""
-    if head_dim > MAX_HEAD_DIM:
-        raise ValueError(
-            f"block_attention: head_dim {head_dim} is over the kernels' {MAX_HEAD_DIM}; "
-            "implementation 'portable' takes any"
-        )

@@ -15,10 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.block_attention.masks import HIDDEN, check_head_dim, first_visible
+from pallas_kernels.block_attention.masks import HIDDEN, first_visible
 from pallas_kernels.paging import LANES, sublanes
 from pallas_kernels.product import product
-from pallas_kernels.tiles import check_sizes
+from pallas_kernels.tiles import check_head_dim, check_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ def block_attention(
     interpret = pltpu.InterpretParams() if interpret is True else interpret
     batch, tokens, heads, head_dim = q.shape
     kv_heads, page_size, width = k_pages.shape[1:]
-    check_head_dim(head_dim)
+    check_head_dim("block_attention", head_dim, otherwise="portable")
     if width % LANES:
         raise ValueError(
             f"block_attention: implementation 'tpu' copies whole vectors: the pages' rows are "

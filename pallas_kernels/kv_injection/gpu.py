@@ -20,6 +20,7 @@ from pallas_kernels.paging import check_triton_offsets
 from pallas_kernels.platform import chip
 from pallas_kernels.product import product, tf32_x3
 from pallas_kernels.tiles import check_sizes
+from pallas_kernels.triton_tiles import iota
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,16 +124,11 @@ def _parts(head_dim, half):
     return [part for part in parts if part[1]]
 
 
-def _iota(size, axis):
-    shape = (size, 1) if axis == 0 else (1, size)
-    return lax.broadcasted_iota(jnp.int32, shape, axis)
-
-
 def _columns(part, axis):
     """A part's columns, and which of them exist: Triton's blocks are powers of two of at least
     16."""
     begin, size = part
-    column = _iota(max(16, pl.next_power_of_2(size)), axis)
+    column = iota(max(16, pl.next_power_of_2(size)), axis)
     return begin + column, column < size
 
 
@@ -145,7 +141,7 @@ def _projected_by(depth, float32):
         real = index < features.shape[0]
 
         def step(at, sums):
-            deep = at * depth + _iota(depth, 1)
+            deep = at * depth + iota(depth, 1)
             x = triton.load(features.at[index, deep], mask=real, other=0)
             added = []
             for total, part in zip(sums, parts, strict=True):
@@ -183,7 +179,7 @@ def _kernel(
     which, first_head = lax.div(pl.program_id(1), groups), lax.rem(pl.program_id(1), groups) * heads
     layer, is_value = lax.div(which, 2), lax.rem(which, 2)
 
-    index = pl.program_id(0) * rows + _iota(rows, 0)
+    index = pl.program_id(0) * rows + iota(rows, 0)
     row, token = lax.div(index, tokens), lax.rem(index, tokens)
     real = row < start.shape[0]
     # Where the rows go is looked up first: three loads, each waiting for the one before, which the

@@ -12,9 +12,8 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.platform import chip
 from pallas_kernels.product import product, tf32_x3
-from pallas_kernels.tiles import check_sizes, fit_keys
-
-MAX_HEAD_DIM = 256
+from pallas_kernels.tiles import check_head_dim, check_sizes, fit_keys
+from pallas_kernels.triton_tiles import QueryTile, iota
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +32,7 @@ class Tiles:
 
 def range_attention(q, k, v, start, stop, *, nothing, tiles: Tiles | None = None, interpret=False):
     """The contract of ``range_attention.api``. Raises ValueError for heads past the kernels'."""
-    if q.shape[-1] > MAX_HEAD_DIM:
-        raise ValueError(
-            f"range_attention: head_dim {q.shape[-1]} is over the kernel's {MAX_HEAD_DIM}; "
-            "implementation 'reference' takes any"
-        )
+    check_head_dim("range_attention", q.shape[-1], otherwise="reference")
     tiles = tiles or fit_keys(Tiles(), chip().kind, q.shape[-1], q.dtype.itemsize)
     batch, tokens, heads, head_dim = q.shape
     kv_heads = k.shape[2]
@@ -68,23 +63,10 @@ def _kernel(
     q_ref, k_ref, v_ref, start_ref, stop_ref, out_ref, log_ref,
     *, tiles, tile_tokens, scale, nothing, float32,
 ):  # fmt: skip
-    _, tokens, heads, head_dim = q_ref.shape
     length, kv_heads = k_ref.shape[1:3]
-    groups = heads // kv_heads
     row, head = lax.div(pl.program_id(1), kv_heads), lax.rem(pl.program_id(1), kv_heads)
-    # Triton's blocks are powers of two, and its matrix unit takes 16 rows at least.
-    rows = max(16, pl.next_power_of_2(tile_tokens * groups))
-    dims = max(16, pl.next_power_of_2(head_dim))
-
-    def iota(size, axis):
-        shape = (size, 1) if axis == 0 else (1, size)
-        return lax.broadcasted_iota(jnp.int32, shape, axis)
-
-    dim, index = iota(dims, 1), iota(rows, 0)
-    in_head = dim < head_dim
-    query = pl.program_id(0) * tile_tokens + lax.div(index, groups)
-    query_head = head * groups + lax.rem(index, groups)
-    real = (index < tile_tokens * groups) & (query < tokens)
+    tile = pl.program_id(0)
+    query, query_head, real, dim, in_head = QueryTile.of(q_ref, head, kv_heads, tile, tile_tokens)
     q = triton.load(q_ref.at[row, query, query_head, dim], mask=real & in_head, other=0)
     start = triton.load(start_ref.at[row, query], mask=real, other=0)
     stop = triton.load(stop_ref.at[row, query], mask=real, other=0)
@@ -111,9 +93,9 @@ def _kernel(
         return higher, total, out * decay + added
 
     carry = (
-        jnp.full((rows, 1), nothing, jnp.float32),
-        jnp.zeros((rows, 1), jnp.float32),
-        jnp.zeros((rows, dims), jnp.float32),
+        jnp.full(query.shape, nothing, jnp.float32),
+        jnp.zeros(query.shape, jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
     )
     begin, end = lax.div(first, tiles.keys), lax.div(last + (tiles.keys - 1), tiles.keys)
     peak, total, out = lax.fori_loop(begin, end, step, carry)
